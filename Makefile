@@ -1,0 +1,28 @@
+# make setup needs python3 (3.11 or later), pip, gcc and git. Arguments for pip: make setup PIP_ARGS="..."
+PYTHON ?= python3
+BIN := .venv/bin
+PYTEST_ARGS ?=
+export PIP_ARGS
+
+.PHONY: setup lint test test-fast demo clean
+
+setup:  ## the CPU environment in .venv (nothing to do while its inputs are the same)
+	$(PYTHON) scripts/setup_cpu.py
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint  ## everything that runs without a GPU, real servers included
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-fast: setup  ## no server, nothing slow
+	$(BIN)/python -m pytest -m "not server and not slow" $(PYTEST_ARGS)
+
+demo: setup
+	$(BIN)/python examples/demo.py
+
+clean:
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

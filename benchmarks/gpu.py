@@ -1,0 +1,307 @@
+"""Fidelity and speed on NVIDIA GPUs, with real vLLM servers. Prints tables; exits 1 when something is not equal.
+
+    python benchmarks/gpu.py fidelity  # dense and MoE, bf16 and online FP8, CUDA graphs captured: equal to fresh?
+    python benchmarks/gpu.py speed     # a model of 16 GB: wire, pause and whole push against device copies
+
+Both start `vllm serve` as a user does. Times are the median of the pushes after the first; rates are bytes of the
+model over seconds. Needs vLLM (GPU build), nixl and transformers; writes its checkpoints to a temporary folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import httpx
+import torch
+
+from harness.checkpoints import read_weights, write_checkpoint
+from harness.generation import completions
+from harness.server import TOKEN, EngineOptions, Server, close_launcher
+
+PASSED_ON = {
+    name: value
+    for name, value in os.environ.items()
+    if name.startswith(("VLLM_USE", "VLLM_ATTENTION", "UCX_", "NCCL_", "CUDA_VISIBLE", "PYTHONPATH"))
+}
+
+
+def server(model: Path, *args: str, plugin: bool = True, eager: bool = False, **env: str) -> Server:
+    """A server as a user starts it, compiled and with CUDA graphs unless ``eager``."""
+    options = EngineOptions(
+        eager=eager,
+        launch="exec",
+        args=("--gpu-memory-utilization", "0.05", "--compilation-config", '{"cudagraph_capture_sizes":[1,2,4]}', *args),
+    )
+    return Server(model, options, plugin=plugin, grant_amx=False, env=PASSED_ON | env, start_timeout_s=420)
+
+
+# Fidelity
+
+CASES = [
+    ("dense bf16", "qwen3-wide", ()),
+    ("MoE bf16", "qwen3-moe-wide", ()),
+    ("dense online FP8", "qwen3-wide", ("--quantization", "fp8")),
+    ("MoE online FP8", "qwen3-moe-wide", ("--quantization", "fp8")),
+]
+
+
+def fidelity(folder: Path) -> bool:
+    """Push B, A, B in both modes into a server on A; compare with fresh servers on A and B."""
+    from trainer_client import WeightClient
+
+    paths = {(m, s): write_checkpoint(folder / f"{m}-{s}", m, s) for m in {c[1] for c in CASES} for s in (1, 2)}
+    started: dict[tuple[str, str], Server] = {}
+    begin = time.monotonic()
+
+    def start(case: tuple[str, str, tuple[str, ...]], role: str) -> None:
+        name, model, args = case
+        made = server(paths[model, 2 if role == "fresh" else 1], *args, plugin=role == "pushed")
+        started[name, role] = made.start()
+
+    with ThreadPoolExecutor(8) as pool:
+        jobs = {(c[0], role): pool.submit(start, c, role) for c in CASES for role in ("pushed", "fresh")}
+        for key, job in jobs.items():
+            if job.exception():
+                print("did not start:", key, str(job.exception())[-3000:], flush=True)
+    print(f"{len(started)} servers in {time.monotonic() - begin:.0f} s", flush=True)
+    fine = len(started) == len(jobs)
+    for name, model, _ in CASES:
+        if (name, "pushed") not in started or (name, "fresh") not in started:
+            continue
+        pushed, fresh = started[name, "pushed"], started[name, "fresh"]
+        try:
+            want = {2: completions(fresh.url), 1: completions(pushed.url)}
+            again = completions(pushed.url) == want[1]
+            rows = []
+            with WeightClient([pushed.url], token=TOKEN) as client:
+                for seed, mode in ((2, "shadow"), (1, "in_place"), (2, "in_place"), (1, "shadow"), (2, "shadow")):
+                    weights = {k: t.cuda() for k, t in read_weights(paths[model, seed]).items()}
+                    client.push_weights(weights, mode=mode)  # type: ignore[arg-type]
+                    rows.append(f"{mode}:{'equal' if completions(pushed.url) == want[seed] else 'DIFFERS'}")
+            homes = httpx.get(f"{pushed.url}/nixl/v1/plan", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60)
+            by_home = homes.json()["workers"][0]["nbytes_by_home"]
+            changed = want[1] != want[2]
+            print(f"{name:18} changed={changed} deterministic={again} {' '.join(rows)} homes={by_home}", flush=True)
+            fine &= again and changed and all(r.endswith("equal") for r in rows)
+        except Exception as error:  # noqa: BLE001 - the other cases are worth their table rows
+            print(f"{name:18} FAILED {type(error).__name__}: {str(error)[:1500]}\n{pushed.log_tail(60)}", flush=True)
+            fine = False
+    for made in started.values():
+        made.kill()
+    return fine
+
+
+# Speed
+
+
+def write_config(folder: Path, layers: int) -> Path:
+    """Configuration of a dense model of about 0.45 GB a layer, and a tokenizer; no weights."""
+    import transformers as tf
+
+    from harness.checkpoints import _write_tokenizer
+
+    config = tf.Qwen3Config(
+        vocab_size=151_936, hidden_size=4096, intermediate_size=12_288, num_hidden_layers=layers,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=128, max_position_embeddings=4096,
+        tie_word_embeddings=False, architectures=["Qwen3ForCausalLM"], dtype="bfloat16",
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    _write_tokenizer(folder)
+    return folder
+
+
+def trainer_weights(folder: Path, device: str) -> dict[str, torch.Tensor]:
+    """Random weights of the model, with their checkpoint names, on a GPU."""
+    import transformers as tf
+
+    with torch.device("meta"):
+        model = tf.AutoModelForCausalLM.from_config(tf.AutoConfig.from_pretrained(folder))
+    return {
+        name: (torch.randn(t.shape, dtype=torch.bfloat16, device=device) * 0.02)
+        for name, t in model.state_dict().items()
+    }
+
+
+TARGET = """
+import sys, torch, base64
+from vllm_nixl_plugin.agent import NixlAgent, Region
+nbytes, device = int(sys.argv[1]), int(sys.argv[2])
+memory = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{device}")
+agent = NixlAgent("raw-target")
+agent.register([Region.of(memory)])
+print(memory.data_ptr(), base64.b64encode(agent.metadata()).decode(), flush=True)
+sys.stdin.read()
+"""
+
+
+def raw_write_s(nbytes: int, source: torch.Tensor, target_device: int) -> float:
+    """Seconds of one NIXL WRITE of so many bytes to another process, after a first one."""
+    import base64
+
+    import numpy as np
+
+    from vllm_nixl_plugin.agent import Descriptors, NixlAgent, Region
+
+    path = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        [sys.executable, "-c", TARGET, str(nbytes), str(target_device)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path},
+    )  # fmt: skip
+    assert process.stdout
+    assert process.stdin
+    address, metadata = process.stdout.readline().split()
+    part = 256 << 20
+    starts = np.arange(0, nbytes, part, dtype=np.int64)
+    sizes = np.minimum(part, nbytes - starts)
+    with NixlAgent("raw-source") as agent:
+        agent.register([Region.of(source)])
+        remote = agent.connect(base64.b64decode(metadata))
+        write = agent.prepare_write(
+            remote,
+            Descriptors(source.data_ptr() + starts, sizes, "VRAM", source.device.index or 0),
+            Descriptors(int(address) + starts, sizes, "VRAM", target_device),
+        )
+        seconds = []
+        for _ in range(4):
+            begin = time.perf_counter()
+            write.post(b"x")
+            write.wait(60)
+            seconds.append(time.perf_counter() - begin)
+        write.release()
+    process.stdin.close()
+    process.wait(30)
+    return statistics.median(seconds[1:])
+
+
+def copy_s(source: torch.Tensor, device: str) -> float:
+    """Seconds of a device copy of the tensor to a GPU."""
+    target = torch.empty_like(source, device=device)
+    seconds = []
+    for _ in range(4):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds[1:])
+
+
+class Stream:
+    """A client that streams tokens one by one and notes the longest gap between two of them."""
+
+    def __init__(self, url: str) -> None:
+        self.gaps: list[tuple[float, float]] = []
+        self._url = url
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Stream:
+        self._thread.start()
+        time.sleep(1)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._stop.set()
+        self._thread.join(30)
+
+    def _run(self) -> None:
+        body = {"model": "model", "prompt": [1, 2, 3], "max_tokens": 100, "ignore_eos": True, "stream": True}
+        while not self._stop.is_set():
+            last = 0.0
+            with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=120) as answer:
+                for line in answer.iter_lines():
+                    if line.startswith("data:"):
+                        now = time.perf_counter()
+                        if last:
+                            self.gaps.append((now, now - last))
+                        last = now
+
+    def longest(self, since: float) -> float:
+        return max((gap for at, gap in self.gaps if at >= since), default=float("nan"))
+
+
+def speed(folder: Path, layers: int, trainer: str, served: int, repeat: int) -> bool:
+    from trainer_client import WeightClient
+
+    path = write_config(folder / "large", layers)
+    with server(path, "--load-format", "dummy", CUDA_VISIBLE_DEVICES=str(served)) as large:
+        print(f"server up in {large.start_s:.0f} s", flush=True)
+        weights = trainer_weights(path, trainer)
+        nbytes = sum(t.nbytes for t in weights.values())
+        rows: dict[str, dict[str, float]] = {}
+        with WeightClient([large.url], token=TOKEN, interfaces=None) as client, Stream(large.url) as stream:
+            for mode in ("in_place", "shadow"):
+                taken: dict[str, list[float]] = {}
+                for number in range(repeat + 1):
+                    begin = time.perf_counter()
+                    report = client.push_weights(weights, mode=mode)  # type: ignore[arg-type]
+                    whole = time.perf_counter() - begin
+                    seconds = dict(report.servers[0].seconds) | {"whole": whole}
+                    time.sleep(0.5)
+                    seconds["gap"] = stream.longest(begin)
+                    if number == 0:
+                        print(mode, "first push:", {k: round(v, 4) for k, v in seconds.items()}, flush=True)
+                        continue
+                    for stage, value in seconds.items():
+                        taken.setdefault(stage, []).append(value)
+                rows[mode] = {stage: statistics.median(values) for stage, values in taken.items()}
+                last = httpx.get(
+                    f"{large.url}/nixl/v1/status", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=30
+                ).json()["last"]
+                print(mode, "server timings:", {k: round(v, 4) for k, v in last["timings"].items()}, flush=True)
+        del weights
+        torch.cuda.empty_cache()
+        source = torch.empty(nbytes, dtype=torch.uint8, device=trainer)
+        target = f"cuda:{served}"
+        copied = copy_s(source, target)
+        local = copied if trainer == target else copy_s(source, trainer)
+        raw = raw_write_s(nbytes, source, served)
+    gb = nbytes / 1e9
+    card = torch.cuda.get_device_name(0)
+    print(f"\nmodel {gb:.2f} GB, trainer {trainer}, server cuda:{served}, {card}, torch {torch.__version__}")
+    print(f"copy between the two {copied * 1e3:8.1f} ms {gb / copied:8.0f} GB/s")
+    print(f"copy on one device   {local * 1e3:8.1f} ms {gb / local:8.0f} GB/s")
+    print(f"raw NIXL WRITE       {raw * 1e3:8.1f} ms {gb / raw:8.0f} GB/s")
+    for mode, stages in rows.items():
+        print(f"{mode:10}", "  ".join(f"{k} {v * 1e3:.1f}" for k, v in stages.items()), "ms")
+        wire, whole = copied / stages["wire"], stages["whole"] / stages["wire"]
+        print(f"{'':10} wire rate / copy rate {wire:.3f}   whole / wire {whole:.2f}")
+    print(json.dumps({"nbytes": nbytes, "copy_s": copied, "local_copy_s": local, "raw_s": raw, "rows": rows}))
+    return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["fidelity", "speed"])
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--trainer", default="cuda:0", help="device of the trainer's weights")
+    parser.add_argument("--server-gpu", type=int, default=0)
+    parser.add_argument("--repeat", type=int, default=4)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            if args.what == "fidelity":
+                fine = fidelity(Path(folder))
+            else:
+                fine = speed(Path(folder), args.layers, args.trainer, args.server_gpu, args.repeat)
+        finally:
+            close_launcher()
+    return 0 if fine else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,438 @@
+"""The state machine of one worker: every arrow, and what late, doubled and foreign messages do to it."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from typing import Any
+
+import pytest
+
+from fake_plane import MANIFEST, NBYTES, PARTIAL, FakePlane
+from vllm_nixl_plugin import errors
+from vllm_nixl_plugin.session import STALE_HEARTBEAT_S, WorkerSession
+from vllm_nixl_plugin.wire import Manifest, decode_plan
+from vllm_nixl_plugin.worker import NixlWorkerExtension, answer, plain
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Bench:
+    """A session as an API process would drive it."""
+
+    def __init__(self) -> None:
+        self.plane, self.clock = FakePlane(3), Clock()
+        self.session = WorkerSession(self.plane, self.clock)
+        self.plan = self.make_plan(MANIFEST)
+
+    def make_plan(self, manifest: Manifest) -> str:
+        self.session.plans.start(manifest.digest(), manifest.model_dump_json().encode())
+        deadline = time.monotonic() + 10
+        while (made := self.session.plans.poll(manifest.digest())) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        return made.digest
+
+    def grant(self, lease_s: float = 60.0, plan: str | None = None, holder: str = "t") -> tuple[str, int]:
+        update_id = uuid.uuid4().hex
+        return update_id, self.session.grant(update_id, holder, lease_s, plan or self.plan)["epoch"]
+
+    def begin(
+        self, mode: str = "shadow", lease_s: float = 60.0, plan: str | None = None, known: list[str] | None = None
+    ) -> str:
+        update_id, epoch = self.grant(lease_s, plan)
+        self.begun = self.session.begin(update_id, epoch, f"v{epoch}", mode, "t", plan or self.plan, known or [])
+        if mode == "in_place":
+            self.session.record_step(update_id, 0, "open")
+        return update_id
+
+    def claim(self, update_id: str, purpose: str = "commit", claimant: str = "api-0") -> dict[str, Any]:
+        return self.session.claim(update_id, purpose, claimant, uuid.uuid4().hex, {"pause": "keep"})
+
+    def commit(self, update_id: str) -> None:
+        claim = self.claim(update_id)["claim"]
+        for step in ("waiting", "pausing", "paused", "installing"):
+            self.session.record_step(update_id, claim, step)
+        self.session.install(update_id, claim)
+        self.session.record_step(update_id, claim, "resuming")
+        self.session.finish(update_id, claim, {"total_s": 1.0})
+
+    def push(self) -> None:
+        update_id = self.begin()
+        self.plane.land(update_id, self.plan)
+        self.commit(update_id)
+
+    @property
+    def phase(self) -> str:
+        return str(self.session.state()["state"])
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_a_push_goes_from_serving_to_serving_with_the_new_version(bench: Bench) -> None:
+    assert (bench.phase, bench.session.weight_version) == ("serving", "default")
+    update_id = bench.begin()
+    assert bench.phase == "receiving"
+    bench.plane.land(update_id, bench.plan)
+    claim = bench.claim(update_id)["claim"]
+    bench.session.record_step(update_id, claim, "installing")
+    assert bench.phase == "installing"
+    assert bench.session.install(update_id, claim) == {"stages": {"copy": 0.25}}
+    assert bench.session.weight_version == "default"
+    bench.session.record_step(update_id, claim, "resuming")
+    bench.session.finish(update_id, claim, {"total_s": 1.0})
+    assert (bench.phase, bench.session.weight_version) == ("serving", "v1")
+    assert bench.session.status()["history"][-1]["timings"] == {"total_s": 1.0}
+    assert "fence" not in bench.plane.log
+    assert "discard" not in bench.plane.log
+
+
+def test_a_plan_is_made_once_per_manifest_and_read_in_pieces(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_nixl_plugin.plan_cache.CHUNK_NBYTES", 50)
+    assert bench.make_plan(MANIFEST) == bench.plan
+    assert bench.plane.log.count("make_plan") == 1
+    data = b""
+    while len(data) < (piece := bench.session.plans.read(bench.plan, len(data)))["nbytes"]:
+        data += piece["data"]
+    assert decode_plan(data).digest() == bench.plan
+
+
+def test_a_refused_plan_is_an_error_and_is_tried_again(bench: Bench) -> None:
+    other = Manifest(weights=())
+    bench.plane.fail["make_plan"] = errors.PlanRefused("missing", missing=["w"])
+    with pytest.raises(errors.PlanRefused):
+        bench.make_plan(other)
+    bench.plane.fail.clear()
+    assert bench.make_plan(other)
+
+
+def test_only_the_eight_plans_used_last_are_kept(bench: Bench) -> None:
+    for i in range(8):
+        bench.make_plan(Manifest(weights=(MANIFEST.weights[0].model_copy(update={"name": f"n{i}"}),)))
+    with pytest.raises(errors.UnknownPlan):
+        bench.grant()
+
+
+def test_a_second_begin_is_refused_while_the_lease_lives_and_told_by_whom(bench: Bench) -> None:
+    update_id = bench.begin(lease_s=60)
+    bench.clock.now += 59
+    with pytest.raises(errors.LeaseHeld) as refused:
+        bench.grant(holder="other")
+    assert refused.value.details["holder"] == "t"
+    assert refused.value.details["expires_in_s"] == pytest.approx(1.0)
+    bench.session.renew(update_id, 60)
+    bench.clock.now += 59
+    with pytest.raises(errors.LeaseHeld):
+        bench.grant()
+
+
+def test_after_the_lease_another_begin_gets_in_and_the_undrained_update_is_fenced_off(bench: Bench) -> None:
+    first = bench.begin(lease_s=60)
+    before = bench.begun
+    bench.clock.now += 61
+    bench.begin()
+    assert bench.plane.log[-3:] == ["discard", "fence", "bind"]
+    assert bench.begun["incarnation"] != before["incarnation"]
+    assert bench.claim(first)["over"]["state"] == "expired"
+    with pytest.raises(errors.StaleUpdate):
+        bench.session.renew(first, 1)
+    with pytest.raises(errors.StaleUpdate):
+        bench.session.collected(first)
+    assert bench.session.status()["history"][-1]["state"] == "expired"
+    assert not bench.session.torn
+
+
+def test_a_commit_after_the_lease_is_good_when_nobody_else_began(bench: Bench) -> None:
+    update_id = bench.begin(lease_s=1)
+    bench.clock.now += 1000
+    bench.plane.land(update_id, bench.plan)
+    bench.commit(update_id)
+    assert bench.session.weight_version == "v1"
+
+
+def test_no_begin_gets_in_while_a_commit_is_running_even_after_its_lease(bench: Bench) -> None:
+    update_id = bench.begin(lease_s=1)
+    bench.claim(update_id)
+    bench.clock.now += 1000
+    with pytest.raises(errors.LeaseHeld):
+        bench.grant()
+
+
+def test_of_two_begins_in_different_order_the_later_epoch_wins_everywhere(bench: Bench) -> None:
+    first, epoch_1 = bench.grant(lease_s=1)
+    bench.clock.now += 2
+    second, epoch_2 = bench.grant()
+    bench.session.begin(second, epoch_2, "b", "shadow", "t", bench.plan, [])
+    with pytest.raises(errors.StaleUpdate):
+        bench.session.begin(first, epoch_1, "a", "shadow", "t", bench.plan, [])
+    assert bench.session.state()["update_id"] == second
+    with pytest.raises(errors.StaleUpdate):
+        bench.session.begin(second, epoch_2, "b", "shadow", "t", bench.plan, [])
+
+
+def test_racing_grants_let_one_in(bench: Bench) -> None:
+    granted: list[int] = []
+    refused: list[Exception] = []
+
+    def race() -> None:
+        try:
+            granted.append(bench.grant()[1])
+        except errors.LeaseHeld as error:
+            refused.append(error)
+
+    threads = [threading.Thread(target=race) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(granted), len(refused)) == (1, 15)
+
+
+def test_a_binding_that_the_caller_knows_is_not_sent_again(bench: Bench) -> None:
+    bench.session.abort(bench.begin(), 0, drained=True)
+    digest = bench.begun["digest"]
+    assert bench.begun["binding"] is not None
+    bench.begin(known=[digest])
+    assert (bench.begun["digest"], bench.begun["binding"]) == (digest, None)
+
+
+def test_an_aborted_update_leaves_the_old_weights_serving(bench: Bench) -> None:
+    update_id = bench.begin()
+    bench.session.abort(update_id, bench.claim(update_id, "abort")["claim"])
+    assert (bench.phase, bench.session.weight_version) == ("serving", "default")
+    assert bench.plane.log[-1] == "discard"
+    bench.begin()
+    assert "fence" in bench.plane.log
+
+
+@pytest.mark.parametrize("how", ["with the abort", "later", "by its bytes"])
+def test_a_drained_update_needs_no_fence(bench: Bench, how: str) -> None:
+    update_id = bench.begin()
+    if how == "by its bytes":
+        bench.plane.land(update_id, bench.plan)
+        bench.session.collected(update_id)
+    bench.session.abort(update_id, bench.claim(update_id, "abort")["claim"], drained=how == "with the abort")
+    if how == "later":
+        assert "over" in bench.claim(update_id, "abort")
+        bench.session.abort(update_id, 0, drained=True)
+    bench.begin()
+    assert "fence" not in bench.plane.log
+
+
+def test_each_notification_counts_once_and_foreign_ones_not_at_all(bench: Bench) -> None:
+    update_id = bench.begin()
+    for agent, sequence in (("t0", 0), ("t0", 0), ("t1", 0), ("t0", 1)):
+        bench.plane.land(update_id, bench.plan, nbytes=16, sequence=sequence, agent=agent)
+    bench.plane.land(uuid.uuid4().hex, bench.plan, nbytes=16)
+    bench.plane.land(update_id, "ab" * 32, nbytes=16, sequence=9)
+    bench.plane.inbox.append(("t0", b"hello"))
+    assert bench.session.collected(update_id) == {"arrived_nbytes": 48, "expected_nbytes": NBYTES, "foreign": 3}
+
+
+def test_more_bytes_than_planned_are_refused(bench: Bench) -> None:
+    update_id = bench.begin()
+    bench.plane.land(update_id, bench.plan)
+    bench.plane.land(update_id, bench.plan, sequence=1)
+    with pytest.raises(errors.InvalidRequest, match="overlap"):
+        bench.session.collected(update_id)
+
+
+def test_notifications_of_an_earlier_update_do_not_count_for_the_next(bench: Bench) -> None:
+    first = bench.begin()
+    bench.session.abort(first, 1, drained=True)
+    bench.plane.land(first, bench.plan)
+    assert bench.session.collected(bench.begin())["arrived_nbytes"] == 0
+
+
+def test_an_incomplete_update_is_not_installed(bench: Bench) -> None:
+    update_id = bench.begin()
+    bench.plane.land(update_id, bench.plan, nbytes=NBYTES - 1)
+    for action in (bench.session.prepare, bench.session.install):
+        with pytest.raises(errors.Incomplete) as caught:
+            action(update_id, 1)
+        assert caught.value.details["arrived_nbytes"] == NBYTES - 1
+    assert "install" not in bench.plane.log
+    assert not bench.session.torn
+
+
+def test_an_install_asked_for_again_answers_the_same_and_installs_once(bench: Bench) -> None:
+    update_id = bench.begin()
+    bench.plane.land(update_id, bench.plan)
+    assert bench.session.install(update_id, 1) == bench.session.install(update_id, 2)
+    assert bench.plane.log.count("install") == 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "error", "torn"),
+    [
+        ("shadow", errors.NeedsRestart("a path changed", untouched=True), False),
+        ("shadow", errors.InstallFailed("half-way"), True),
+        ("shadow", ValueError("surprise"), True),
+        ("in_place", errors.NeedsRestart("a path changed", untouched=True), True),
+    ],
+)
+def test_a_failed_install_tears_the_worker_unless_nothing_was_touched(
+    bench: Bench, mode: str, error: Exception, torn: bool
+) -> None:
+    update_id = bench.begin(mode)
+    bench.plane.land(update_id, bench.plan)
+    bench.plane.fail["install"] = error
+    with pytest.raises(errors.PushWeightsError) as first:
+        bench.session.install(update_id, 1)
+    assert bench.session.torn is torn
+    with pytest.raises(type(first.value)):
+        bench.session.install(update_id, 2)
+    with pytest.raises(errors.InstallFailed):
+        bench.session.record_step(update_id, 2, "resuming")
+    assert "surprise" not in str(first.value)
+
+
+def test_a_torn_worker_takes_only_a_full_push_and_serves_after_it(bench: Bench) -> None:
+    partial = bench.make_plan(PARTIAL.model_copy(update={"weights": (*MANIFEST.weights, *MANIFEST.weights)}))
+    bench.session.abort(bench.begin("in_place"), 1)
+    assert bench.phase == "torn"
+    with pytest.raises(errors.EngineTorn):
+        bench.grant(plan=partial)
+    with pytest.raises(errors.EngineTorn):
+        bench.session.hold(False)
+    update_id = bench.begin()
+    bench.session.abort(update_id, 1, drained=True)
+    assert bench.phase == "torn"
+    bench.push()
+    assert (bench.phase, bench.session.torn) == ("serving", False)
+
+
+def test_a_full_plan_heals_even_when_a_partial_manifest_gave_the_same_bytes(bench: Bench) -> None:
+    assert bench.make_plan(PARTIAL) == bench.plan
+    bench.session.abort(bench.begin("in_place"), 1)
+    bench.push()
+    assert bench.phase == "serving"
+
+
+def test_an_in_place_update_taken_over_leaves_the_worker_torn_until_the_next_is_done(bench: Bench) -> None:
+    bench.begin("in_place", lease_s=1)
+    bench.clock.now += 2
+    update_id = bench.begin()
+    assert bench.session.torn
+    assert bench.phase == "receiving"
+    bench.plane.land(update_id, bench.plan)
+    bench.commit(update_id)
+    assert bench.phase == "serving"
+
+
+def test_an_in_place_update_that_nobody_got_the_addresses_of_does_not_tear(bench: Bench) -> None:
+    bench.session.abort(bench.begin("in_place"), 0, untouched=True, drained=True)
+    assert bench.phase == "serving"
+
+
+def test_a_worker_counts_as_torn_when_the_workers_differ_and_then_only_a_full_update_goes_on(bench: Bench) -> None:
+    bench.session.mark_torn(bench.begin())
+    assert bench.session.torn
+    bench = Bench()
+    partial = bench.make_plan(PARTIAL.model_copy(update={"weights": MANIFEST.weights * 2}))
+    with pytest.raises(errors.EngineTorn):
+        bench.session.mark_torn(bench.begin(plan=partial))
+
+
+def test_a_begin_without_memory_leaves_everything_as_it_was(bench: Bench) -> None:
+    bench.plane.fail["bind"] = errors.InsufficientMemory("lacks 7 bytes")
+    with pytest.raises(errors.InsufficientMemory):
+        bench.begin()
+    update_id = bench.session.status()["lease"]["update_id"]
+    bench.session.abort(update_id, 0, drained=True, untouched=True)
+    bench.plane.fail.clear()
+    bench.push()
+    assert bench.session.weight_version == "v2"
+
+
+def test_a_second_commit_joins_the_first_and_takes_over_when_its_heart_stops(bench: Bench) -> None:
+    update_id = bench.begin()
+    assert bench.claim(update_id)["claim"] == 1
+    assert bench.claim(update_id, claimant="api-1") == {"joined": "api-0"}
+    assert bench.claim(update_id, "recover", "api-1") == {"joined": "api-0"}
+    bench.session.record_step(update_id, 1, "paused")
+    bench.clock.now += STALE_HEARTBEAT_S - 1
+    bench.session.heartbeat(update_id, 1)
+    bench.clock.now += STALE_HEARTBEAT_S - 1
+    assert "joined" in bench.claim(update_id, "recover")
+    bench.clock.now += 2
+    taken = bench.claim(update_id, "recover", "api-1")
+    assert (taken["claim"], taken["step"], taken["options"]["pause"]) == (2, "paused", "keep")
+    bench.session.record_step(update_id, 2, "pausing")
+    with pytest.raises(errors.StaleUpdate) as late:
+        bench.session.record_step(update_id, 1, "installing")
+    assert late.value.details["superseded"]
+    with pytest.raises(errors.StaleUpdate):
+        bench.session.install(update_id, 1)
+    with pytest.raises(errors.StaleUpdate):
+        bench.session.heartbeat(update_id, 1)
+
+
+def test_an_abort_takes_over_a_waiting_commit_but_not_one_that_pauses(bench: Bench) -> None:
+    update_id = bench.begin()
+    bench.session.record_step(update_id, bench.claim(update_id)["claim"], "waiting")
+    assert bench.claim(update_id, "abort")["claim"] == 2
+    bench.session.record_step(update_id, 2, "pausing")
+    with pytest.raises(errors.StaleUpdate, match="too late"):
+        bench.claim(update_id, "abort")
+
+
+def test_a_grant_or_claim_whose_answer_was_lost_is_given_again(bench: Bench) -> None:
+    update_id, epoch = bench.grant()
+    assert bench.session.grant(update_id, "t", 60.0, bench.plan) == {"epoch": epoch}
+    bench.session.begin(update_id, epoch, "v", "shadow", "t", bench.plan, [])
+    first = bench.session.claim(update_id, "commit", "api-0", "request-1", {})
+    assert bench.session.claim(update_id, "commit", "api-0", "request-1", {}) == first
+    assert bench.session.claim(update_id, "commit", "api-0", "request-2", {}) == {"joined": "api-0"}
+
+
+def test_an_update_that_is_over_says_how_it_ended(bench: Bench) -> None:
+    bench.push()
+    update_id = bench.session.status()["history"][-1]["update_id"]
+    assert bench.claim(update_id)["over"]["state"] == "done"
+    with pytest.raises(errors.StaleUpdate):
+        bench.claim(uuid.uuid4().hex)
+
+
+def test_generation_cannot_be_resumed_by_hand_during_an_in_place_update(bench: Bench) -> None:
+    bench.session.hold(True)
+    bench.session.hold(False)
+    bench.begin("in_place")
+    with pytest.raises(errors.LeaseHeld):
+        bench.session.hold(False)
+
+
+def test_the_history_keeps_twenty_updates(bench: Bench) -> None:
+    for _ in range(23):
+        bench.push()
+    assert len(bench.session.status()["history"]) == 20
+
+
+def test_the_extension_has_one_attribute_and_it_never_raises(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
+    assert [name for name in vars(NixlWorkerExtension) if not name.startswith("__")] == ["nixl_push_rpc"]
+    monkeypatch.setitem(__import__("sys").modules, "vllm_nixl_plugin.plane", None)
+    got = NixlWorkerExtension().nixl_push_rpc({"nonce": "n"})
+    assert (got["ok"], got["nonce"], got["worker"]) == (False, "n", -1)
+    unknown = {"nonce": 1, "action": "__init__"}
+    for bad in ({}, unknown, {"action": "install", "args": {"x": 1}}, None, [], {"action": []}):
+        got = answer(bench.session, bad)  # type: ignore[arg-type]
+        assert not got["ok"]
+        assert got["worker"] == 3
+        assert plain(got) == got
+
+
+def test_actions_of_the_judge_are_done_by_the_judge_alone(bench: Bench) -> None:
+    ask = {"nonce": "n", "action": "grant", "args": {"update_id": "0" * 32, "holder": "", "lease_s": 1.0}}
+    assert answer(bench.session, ask | {"judge": 0})["result"] is None
+    assert bench.session.lease is None
+    ask["args"]["plans"] = {"3": bench.plan}  # type: ignore[index]
+    assert answer(bench.session, ask | {"judge": 3})["result"] == {"epoch": 1}

@@ -1,0 +1,201 @@
+"""What a trainer has becomes shards and checkpoint weights, or an error that names the tensor and the remedy."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from trainer_client.checkpoint import read_checkpoint
+from trainer_client.conversion import checkpoint_converter, convert_shards
+from trainer_client.sources import collect, named_tensors
+from vllm_nixl_plugin.errors import InvalidRequest
+
+
+def test_a_shard_says_where_its_elements_lie() -> None:
+    base = torch.zeros(10, 6, dtype=torch.bfloat16)
+    sources = collect({"w": base[2:, 1:5].t()})
+    (shard,), (storage,) = sources.shards, sources.storages
+    assert (shard.dtype, shard.itemsize, shard.shape, shard.offsets) == ("bfloat16", 2, (4, 8), (0, 0))
+    assert (shard.offset_bytes, shard.strides_bytes) == (26, (2, 12))
+    assert (storage.address, storage.nbytes, storage.device) == (base.data_ptr(), 120, "cpu")
+    assert sources.nbytes == 64
+
+
+def test_tensors_in_one_storage_share_it() -> None:
+    flat = torch.zeros(12)
+    sources = collect({"a": flat[:4], "b": flat[4:].view(2, 4)})
+    assert len(sources.storages) == 1
+    assert [s.storage for s in sources.shards] == [0, 0]
+
+
+def test_sources_are_the_same_place_only_while_the_memory_is_the_same() -> None:
+    state = {"a": torch.zeros(4)}
+    first = collect(state)
+    assert collect(state).places() == first.places()
+    state["a"] = state["a"].clone()
+    assert collect(state).places() != first.places()
+    assert collect(state).geometry() == first.geometry()
+
+
+def test_a_module_offers_parameters_and_persistent_buffers() -> None:
+    module = nn.BatchNorm1d(4)
+    module.register_buffer("volatile", torch.zeros(2), persistent=False)
+    assert set(named_tensors(module)) == {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_or_distributed_wrapper_leaves_no_mark_on_the_names() -> None:
+    assert set(named_tensors(torch.compile(nn.Linear(2, 2)))) == {"weight", "bias"}
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: {"w": torch.empty(2, device="meta")}, r"w is on the meta device.*load or initialise"),
+        (lambda: {"w": torch.eye(3).to_sparse()}, r"w has layout torch.sparse_coo.*to_dense"),
+        (lambda: {"w": torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)}, r"w is quantized.*dequantize"),
+        (lambda: {"w": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}, r"w (has layout|is a)"),
+        (lambda: {"w": torch.ones(2, dtype=torch.complex64).conj()}, r"w is a lazy conjugate.*resolve_conj"),
+        (lambda: {"w": 3.0}, r"w is float, expected a torch.Tensor"),
+        (lambda: [("w", torch.ones(1)), ("w", torch.ones(1))], r"w comes twice"),
+        (lambda: [torch.ones(1)], r"expected \(name, tensor\) pairs.*named_parameters"),
+        (lambda: torch.ones(1), r"got Tensor; give an nn.Module"),
+        (lambda: "weights", r"got str"),
+        (lambda: 7, r"got int"),
+        (dict, r"no tensor to push"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_what_cannot_be_sent_is_refused_with_its_name_and_the_remedy(model, message) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        collect(model())
+
+
+def test_a_tensor_subclass_is_refused_with_its_name() -> None:
+    class Scaled(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise NotImplementedError
+
+    tensor = torch.Tensor._make_wrapper_subclass(Scaled, (2,), dtype=torch.float32)
+    with pytest.raises(InvalidRequest, match="w is a Scaled"):
+        collect({"w": tensor})
+
+
+def shards(**tensors: torch.Tensor):
+    return collect(tensors).shards
+
+
+def test_without_a_conversion_every_tensor_is_a_weight() -> None:
+    conversion = convert_shards(shards(a=torch.zeros(2, 3), b=torch.zeros(1, dtype=torch.float16)), None)
+    assert [(w.name, w.shape, w.dtype) for w in conversion.weights] == [
+        ("a", (2, 3), "float32"),
+        ("b", (1,), "float16"),
+    ]
+    assert all(part.is_whole for (part,) in conversion.parts)
+
+
+def test_a_conversion_that_only_renames_is_recognised_as_whole_tensors() -> None:
+    conversion = convert_shards(shards(a=torch.zeros(2, 3)), lambda state: {f"model.{k}": v for k, v in state.items()})
+    assert conversion.weights[0].name == "model.a"
+    assert conversion.parts[0][0].is_whole
+
+
+@pytest.mark.parametrize(
+    ("convert", "message"),
+    [
+        (lambda s: {"b": s["a"] * s["a"].max().item()}, r"convert calls .*on the values of a"),
+        (lambda s: {"b": s["a"].softmax(0)}, r"weight b comes from .*softmax.* on a"),
+        (lambda s: {"b": torch.zeros(2)}, r"weight b holds values that convert made itself"),
+        (lambda s: [("b", s["a"]), ("b", s["a"])], r"returned b twice"),
+        (lambda s: {"b": 1}, r"returned 'b': int"),
+    ],
+)
+def test_a_conversion_that_cannot_be_traced_is_refused_by_name(convert, message) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        convert_shards(shards(a=torch.zeros(4)), convert)
+
+
+def tiny(kind: str, **more):
+    import transformers as tf
+
+    dense = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 4,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    config = {
+        "qwen3": lambda: tf.Qwen3Config(**dense, **more),
+        "qwen3_moe": lambda: tf.Qwen3MoeConfig(**dense, **experts, **more),
+    }[kind]()
+    torch.manual_seed(0)
+    return tf.AutoModelForCausalLM.from_config(config)
+
+
+def read(conversion, sources):
+    """The weights, gathered byte by byte through the parts of the conversion."""
+    from test_routing import strided
+
+    state = {s.name: s for s in sources.shards}
+    out = {}
+    for spec, parts in zip(conversion.weights, conversion.parts, strict=True):
+        weight = torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
+        flat = weight.view(-1).view(torch.uint8).numpy()
+        for part in parts:
+            owner = sources.owners[state[part.source].storage]
+            memory = torch.empty(0, dtype=torch.uint8).set_(owner).numpy()
+            c = part.copy
+            offset = c.src_offset + state[part.source].offset_bytes
+            moved = strided(memory, "uint8", (*c.shape, c.src_itemsize), offset, (*c.src_strides, 1))
+            index = torch.arange(len(flat))
+            index = strided(index.view(torch.uint8).numpy(), "int64", (*c.shape, c.dst_itemsize), 8 * c.dst_offset,
+                            (*(8 * s for s in c.dst_strides), 8))  # fmt: skip
+            flat[index.numpy()] = moved.numpy()
+        out[spec.name] = weight
+    return out
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [("qwen3", {"tie_word_embeddings": True}), ("qwen3", {"tie_word_embeddings": False}), ("qwen3_moe", {})],
+)
+def test_a_transformers_model_is_offered_exactly_as_save_pretrained_writes_it(kind, more, tmp_path) -> None:
+    model = tiny(kind, **more)
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    sources = collect(model)
+    offered = read(convert_shards(sources.shards, checkpoint_converter(model)), sources)
+    assert offered.keys() == saved.keys()
+    assert all(torch.equal(offered[name], saved[name]) for name in saved)
+
+
+def test_a_checkpoint_of_one_file_and_one_with_an_index_are_read(tmp_path) -> None:
+    one, two = {"a": torch.randn(3)}, {"b": torch.randn(2, 2)}
+    save_file(one | two, tmp_path / "model.safetensors")
+    assert read_checkpoint(tmp_path).keys() == read_checkpoint(tmp_path / "model.safetensors").keys() == {"a", "b"}
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    save_file(one, parts / "x-1.safetensors")
+    save_file(two, parts / "x-2.safetensors")
+    index = {"weight_map": {"a": "x-1.safetensors", "b": "x-2.safetensors"}}
+    (parts / "model.safetensors.index.json").write_text(json.dumps(index))
+    found = read_checkpoint(parts)
+    assert torch.equal(found["a"], one["a"])
+    assert torch.equal(found["b"], two["b"])
+
+
+def test_a_checkpoint_that_is_not_whole_is_refused_with_the_file(tmp_path) -> None:
+    with pytest.raises(InvalidRequest, match="does not exist"):
+        read_checkpoint(tmp_path / "nowhere")
+    with pytest.raises(InvalidRequest, match="no safetensors file"):
+        read_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0garbage!")
+    with pytest.raises(InvalidRequest, match=r"model\.safetensors cannot be read"):
+        read_checkpoint(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "../elsewhere.safetensors"}}))
+    with pytest.raises(InvalidRequest, match="not there"):
+        read_checkpoint(tmp_path)
+    index.write_text("[]")
+    with pytest.raises(InvalidRequest, match="no index"):
+        read_checkpoint(tmp_path)

@@ -1,0 +1,40 @@
+"""Push the weights of a trainer to running vLLM servers, by one-sided NIXL writes: the trainer side.
+
+    from trainer_client import WeightClient
+    with WeightClient(["http://host:8000"], token=...) as client:
+        print(client.push_weights(model))
+
+The path of a push is read in `client`; its stages are `sources`, `conversion`, `routing`, `packing`, `transfer`, and
+`delivery` joins them for one server. Importing this loads nothing heavy; vLLM is never needed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer_client.client import WeightClient
+    from trainer_client.report import PushReport, ServerReport
+    from vllm_nixl_plugin.errors import PushFailed, PushWeightsError
+
+__all__ = ["PushFailed", "PushReport", "PushWeightsError", "ServerReport", "WeightClient"]
+
+_HOMES = {
+    "PushFailed": "vllm_nixl_plugin.errors",
+    "PushReport": "trainer_client.report",
+    "PushWeightsError": "vllm_nixl_plugin.errors",
+    "ServerReport": "trainer_client.report",
+    "WeightClient": "trainer_client.client",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,205 @@
+"""The HTTP side of one server: each method is one request of docs/protocol.md. The only file that imports httpx.
+
+`WeightClient` has one `Control` per server and calls, in this order: `plan`, `begin`, `renew` (from a thread of its
+own), `commit`, `update` until the update is over, or `abort`. Errors come back as the exceptions that the server
+raised; httpx's own become `ServerUnreachable` and `DeadlineExceeded`. A request is repeated after a broken connection
+only where that changes nothing: all but `begin`, which may have opened an update whose answer was lost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, TypeVar
+
+import httpx
+from pydantic import ValidationError
+
+from vllm_nixl_plugin.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    PushWeightsError,
+    ServerUnreachable,
+    Unauthorized,
+    from_wire,
+)
+from vllm_nixl_plugin.wire import (
+    MAX_BODY_BYTES,
+    PREFIX,
+    BeginRequest,
+    CommitRequest,
+    KvCachePolicy,
+    Manifest,
+    PauseMode,
+    PlannedWorker,
+    Record,
+    ServerStatus,
+    UpdateOpened,
+    UpdateStatus,
+    WorkerPlan,
+    decode_plans,
+)
+
+CONNECT_S = 10.0
+ANSWER_S = 30.0
+"""How much longer than a request's own wait its answer may take."""
+ATTEMPTS = 3
+RETRY_S = 0.2
+
+_R = TypeVar("_R", bound=Record)
+
+
+class Control:
+    """One server. ``timeout_s`` bounds every request that has no time limit of its own."""
+
+    def __init__(
+        self,
+        server: str,
+        *,
+        token: str | None = None,
+        timeout_s: float = 60.0,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        try:
+            url = httpx.URL(server)
+        except (httpx.InvalidURL, TypeError) as error:
+            raise InvalidRequest(f"server {server!r} is not a URL ({error}); expected http://host:port") from None
+        if url.scheme not in ("http", "https") or not url.host:
+            raise InvalidRequest(f"server {server!r} is not an HTTP URL; expected http://host:port")
+        self.server = server.rstrip("/")
+        self._timeout_s = timeout_s
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._http = httpx.Client(base_url=self.server + PREFIX, headers=headers, transport=transport, trust_env=False)
+
+    def __enter__(self) -> Control:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections. Doing it twice is fine."""
+        self._http.close()
+
+    def status(self) -> ServerStatus:
+        """How the server stands."""
+        return self._record(ServerStatus, self._request("GET", "/status"))
+
+    def plan(self, manifest: Manifest, timeout_s: float) -> tuple[tuple[PlannedWorker, ...], dict[str, WorkerPlan]]:
+        """The plan of every worker, by digest. Errors: PlanRefused."""
+        answer = self._request(
+            "POST", "/plan", body=manifest.model_dump_json(), params={"timeout_s": timeout_s}, wait_s=timeout_s,
+            headers={"Accept": "application/octet-stream"},
+        )  # fmt: skip
+        if len(answer.content) > MAX_BODY_BYTES:
+            raise InvalidRequest(
+                f"{self.server}: plans of {len(answer.content)} bytes are over the cap of {MAX_BODY_BYTES}"
+            )
+        return decode_plans(answer.content)
+
+    def begin(self, request: BeginRequest, timeout_s: float) -> UpdateOpened:
+        """Open an update. Errors: LeaseHeld, UnknownPlan, EngineTorn, InsufficientMemory."""
+        answer = self._request("POST", "/updates", body=request.model_dump_json(), wait_s=timeout_s, attempts=1)
+        return self._record(UpdateOpened, answer)
+
+    def renew(self, update_id: str, lease_s: float) -> None:
+        """Hold the update for another ``lease_s``. Errors: StaleUpdate."""
+        self._request("POST", f"/updates/{update_id}/renew", json={"lease_s": lease_s})
+
+    def commit(self, update_id: str, request: CommitRequest) -> UpdateStatus:
+        """Start the install, or join the running one."""
+        answer = self._request("POST", f"/updates/{update_id}/commit", body=request.model_dump_json())
+        return self._record(UpdateStatus, answer)
+
+    def update(self, update_id: str, wait_s: float) -> UpdateStatus:
+        """How an update stands, at the latest after ``wait_s``."""
+        answer = self._request("GET", f"/updates/{update_id}", params={"wait_s": wait_s}, wait_s=wait_s)
+        return self._record(UpdateStatus, answer)
+
+    def abort(self, update_id: str, *, drained: bool) -> UpdateStatus:
+        """End an update. ``drained``: no write of it is under way any more. Errors: StaleUpdate."""
+        answer = self._request("DELETE", f"/updates/{update_id}", params={"drained": drained})
+        return self._record(UpdateStatus, answer)
+
+    def pause(self, mode: PauseMode, kv_cache: KvCachePolicy, timeout_s: float) -> None:
+        """Pause generation until `resume`."""
+        self._request("POST", "/pause", params={"mode": mode, "kv_cache": kv_cache}, wait_s=timeout_s)
+
+    def resume(self) -> None:
+        """Let generation go on. Errors: EngineTorn."""
+        self._request("POST", "/resume")
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: str | None = None,
+        json: Mapping[str, Any] | None = None,
+        params: Mapping[str, str | float | bool] | None = None,
+        headers: Mapping[str, str] | None = None,
+        wait_s: float = 0.0,
+        attempts: int = ATTEMPTS,
+    ) -> httpx.Response:
+        read_s = max(self._timeout_s, wait_s + ANSWER_S)
+        timeout = httpx.Timeout(read_s, connect=min(CONNECT_S, read_s))
+        sent: dict[str, Any] = {"params": params, "headers": dict(headers or {})}
+        if body is not None:
+            sent["content"] = body
+            sent["headers"]["Content-Type"] = "application/json"
+        elif json is not None:
+            sent["json"] = json
+        for left in reversed(range(attempts)):
+            try:
+                answer = self._http.request(method, path, timeout=timeout, **sent)
+            except httpx.TimeoutException as error:
+                if isinstance(error, httpx.ConnectTimeout):
+                    raise self._unreachable(error) from error
+                raise DeadlineExceeded(f"{self.server}: no answer to {method} {path} within {read_s:g} s") from error
+            except httpx.HTTPError as error:
+                if not left:
+                    raise self._unreachable(error) from error
+                time.sleep(RETRY_S)
+                continue
+            if answer.is_success:
+                return answer
+            raise self._refusal(method, path, answer)
+        raise AssertionError("attempts is at least 1")
+
+    def _unreachable(self, error: httpx.HTTPError) -> ServerUnreachable:
+        return ServerUnreachable(
+            f"{self.server} cannot be reached ({type(error).__name__}: {error}): check the address, and that it is up",
+            server=self.server,
+        )  # fmt: skip
+
+    def _refusal(self, method: str, path: str, answer: httpx.Response) -> PushWeightsError:
+        try:
+            found = from_wire(answer.json())
+        except (ValueError, KeyError, TypeError, AttributeError):
+            if answer.status_code == 404:
+                return ServerUnreachable(
+                    f"{self.server} has no route {PREFIX}{path}: start vLLM with VLLM_PLUGINS=nixl and "
+                    "--worker-extension-cls vllm_nixl_plugin.NixlWorkerExtension", server=self.server,
+                )  # fmt: skip
+            found = PushWeightsError(
+                f"{method} {path} was answered with status {answer.status_code}: {answer.text[:200]}"
+            )
+        if isinstance(found, Unauthorized):
+            return Unauthorized(
+                f"{self.server} refuses the token: give WeightClient(token=...), or set PUSH_WEIGHTS_TOKEN, to the "
+                "PUSH_WEIGHTS_TOKEN of the server", server=self.server,
+            )  # fmt: skip
+        return found
+
+    def _record(self, kind: type[_R], answer: httpx.Response) -> _R:
+        try:
+            return kind.model_validate_json(answer.content)
+        except ValidationError as error:
+            problem = error.errors(include_url=False, include_input=False)[0]
+            raise InvalidRequest(
+                f"{self.server}: an answer is not a {kind.__name__} ({problem['loc']}: {problem['msg']}): run the same "
+                "version of vllm-nixl-plugin on both sides"
+            ) from None

@@ -1,0 +1,99 @@
+"""What a push did: bytes and seconds per stage and server, and who serves which version now.
+
+`WeightClient.push_weights` fills one `ServerReport` per server and returns them as a `PushReport`, also inside the
+`PushFailed` error. Numbers only; ``str(report)`` is a table for people, ``to_dict()`` is for logs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+STAGES = ("plan", "route", "begin", "pack", "wire", "pause", "install", "resume", "total")
+"""Stages in the order of the push. ``plan`` … ``wire`` and ``total`` are the client's clock, the rest the server's.
+
+``pack`` and ``wire`` overlap: ``pack`` is the time spent copying into send buffers, ``wire`` the time from the first
+post to the last completed write, less ``pack``.
+"""
+
+
+@dataclass(frozen=True)
+class ServerReport:
+    """One server. ``version`` is what it serves after the push; ``error`` says why that is not the pushed one."""
+
+    server: str
+    version: str | None
+    nbytes: int = 0
+    packed_nbytes: int = 0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    error: str | None = None
+    error_code: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """The server has the version."""
+        return self.error is None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "server": self.server, "version": self.version, "ok": self.ok, "nbytes": self.nbytes,
+            "packed_nbytes": self.packed_nbytes, "seconds": dict(self.seconds), "error": self.error,
+            "error_code": self.error_code,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PushReport:
+    """One push to all servers. ``seconds``: from the call to the last server's answer."""
+
+    version: str
+    mode: str
+    servers: tuple[ServerReport, ...]
+    nbytes: int
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Every server has the version."""
+        return all(server.ok for server in self.servers)
+
+    @property
+    def succeeded(self) -> tuple[str, ...]:
+        """The servers that have the version."""
+        return tuple(server.server for server in self.servers if server.ok)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "version": self.version, "mode": self.mode, "ok": self.ok, "nbytes": self.nbytes, "seconds": self.seconds,
+            "servers": [server.to_dict() for server in self.servers],
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        shown = [stage for stage in STAGES if any(stage in server.seconds for server in self.servers)]
+        rows = [["server", "version", "bytes", "packed", *(f"{stage} s" for stage in shown)]]
+        for server in self.servers:
+            times = [f"{server.seconds[s]:.3f}" if s in server.seconds else "-" for s in shown]
+            sizes = [format_nbytes(server.nbytes), format_nbytes(server.packed_nbytes)]
+            rows.append([server.server, server.version or "?", *sizes, *times])
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        took = f"{len(self.succeeded)} of {len(self.servers)} servers"
+        lines = [f"version {self.version} ({self.mode}): {took}, {format_nbytes(self.nbytes)} in {self.seconds:.3f} s"]
+        for row in rows:
+            left = "  ".join(cell.ljust(width) for cell, width in zip(row[:2], widths, strict=False))
+            right = "  ".join(cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True))
+            lines.append(f"{left}  {right}")
+        lines += [f"{s.server}: {s.error_code or 'error'}: {s.error}" for s in self.servers if s.error is not None]
+        return "\n".join(lines)
+
+
+def format_nbytes(nbytes: int) -> str:
+    """``1.50 GB``: decimal units, as NICs count."""
+    size = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1000
+    return f"{size:.2f} TB"

@@ -1,0 +1,263 @@
+"""Stage 4 of a push: the bytes of prepared routes, by one-sided WRITEs, to all workers of one server.
+
+`Transfer` is made once per routes, bindings and source addresses, and `run` on every push:
+
+    post the direct writes of every worker, straight from parameter memory
+    for each batch: wait until its send buffer is free -> fill it -> post it      (packing overlaps with the wire)
+    wait until every write is done
+
+Each write tells its worker, in a `Landed` message behind the bytes, how many bytes of which update have come.
+Giving up does not stop bytes that are under way: after an error
+call `drain`, and touch neither sources nor buffers unless it returns True or the agent is closed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer_client.batching import Runs
+from trainer_client.packing import PreparedBatch
+from trainer_client.registration import BUFFERS, Place, SendBuffers, SourceMemory
+from trainer_client.routing import Route
+from vllm_nixl_plugin.agent import Descriptors, Fabric, Memory, Write, wait_all
+from vllm_nixl_plugin.errors import DeadlineExceeded, FabricError, InvalidRequest
+from vllm_nixl_plugin.wire import Binding, Landed, encode_landed
+
+if TYPE_CHECKING:
+    pass
+
+WRITE_NBYTES = 256 << 20
+WRITE_RUNS = 1 << 16
+"""A direct write is closed when it has this many bytes or runs, so that its completion can be reported."""
+TICK_S = 0.1
+
+
+@dataclass
+class Sent:
+    """What a run did. ``wire_s``: from the first post to the last completion, less ``pack_s``."""
+
+    nbytes: int = 0
+    packed_nbytes: int = 0
+    pack_s: float = 0.0
+    wire_s: float = 0.0
+
+
+@dataclass
+class Lane:
+    """The way to one worker: its plan, its memory and the route to it."""
+
+    plan: str
+    binding: Binding
+    route: Route
+    direct: list[Write] = field(default_factory=list)
+    posts: int = 0
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """A batch bound to its buffer: fill, then post the writes. ``slot`` names the buffer."""
+
+    lane: Lane
+    slot: tuple[str, int]
+    batch: PreparedBatch
+    writes: tuple[Write, ...]
+
+
+class Transfer:
+    """All prepared writes to one server. Belongs to one thread at a time."""
+
+    def __init__(self, fabric: Fabric, memory: SourceMemory, buffers: SendBuffers, lanes: Sequence[Lane]) -> None:
+        """Connects, registers and prepares.
+
+        Errors: FabricError, RegistrationFailed, PlanRefused; then nothing is left.
+        """
+        self._fabric, self._memory = fabric, memory
+        self._lanes = tuple(lanes)
+        self._packed: list[_Packed] = []
+        self._posted: list[Write] = []
+        try:
+            for lane in self._lanes:
+                self._prepare_direct(lane)
+            self._prepare_batches(buffers)
+        except BaseException:
+            self.release()
+            raise
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one run."""
+        return sum(lane.route.nbytes for lane in self._lanes)
+
+    def run(
+        self, update_id: str, deadline: float, *, check: Callable[[], None], progress: Callable[[int], None]
+    ) -> Sent:
+        """Send everything for one update. ``deadline`` is on time.monotonic.
+
+        ``check`` is called now and then and may raise to give up; ``progress`` is told the bytes of each completed
+        write. Errors: FabricError, DeadlineExceeded, whatever ``check`` raises; then call `drain`.
+        """
+        sent = Sent(nbytes=self.nbytes, packed_nbytes=sum(lane.route.packed_nbytes for lane in self._lanes))
+        begin = time.monotonic()
+        busy: dict[tuple[str, int], tuple[Write, ...]] = {}
+        self._posted = []
+        watch = _Watch(self._posted, deadline, check, progress)
+        for lane in self._lanes:
+            lane.posts = 0
+            for write in lane.direct:
+                self._post(lane, write, update_id)
+        for packed in self._packed:
+            watch.wait(busy.pop(packed.slot, ()))
+            filling = time.monotonic()
+            packed.batch.fill()
+            synchronize(packed.slot[0])
+            sent.pack_s += time.monotonic() - filling
+            for write in packed.writes:
+                self._post(packed.lane, write, update_id)
+            busy[packed.slot] = packed.writes
+        watch.wait(self._posted)
+        sent.wire_s = max(time.monotonic() - begin - sent.pack_s, 0.0)
+        return sent
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait for what is under way after a failed run.
+
+        True: every handle is done, nothing of this update moves any more.
+        """
+        with suppress(FabricError, DeadlineExceeded):
+            wait_all([write for write in self._posted if write.state == "in_flight"], timeout_s)
+        return all(write.state == "done" for write in self._posted)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether bytes may still be under way."""
+        return any(write.state == "in_flight" for write in self._posted)
+
+    def release(self) -> None:
+        """Free all handles. Errors: FabricError while one is in flight."""
+        for lane in self._lanes:
+            for write in lane.direct:
+                write.release()
+            lane.direct.clear()
+        for packed in self._packed:
+            for write in packed.writes:
+                write.release()
+        self._packed.clear()
+
+    def _post(self, lane: Lane, write: Write, update_id: str) -> None:
+        landed = Landed(update_id=update_id, sequence=lane.posts, nbytes=write.nbytes, plan=lane.plan[:16])
+        lane.posts += 1
+        self._posted.append(write)
+        write.post(encode_landed(landed))
+
+    def _prepare_direct(self, lane: Lane) -> None:
+        binding = lane.binding
+        remote = self._fabric.connect(binding.agent_metadata)
+        if remote != binding.agent:
+            raise InvalidRequest(f"worker {binding.worker} names agent {binding.agent!r}, but its metadata {remote!r}")
+        runs = lane.route.direct
+        self._memory.require(np.unique(runs.src).tolist())
+        for place in dict.fromkeys(self._memory.places):
+            here = np.array([p == place for p in self._memory.places], dtype=np.bool_)
+            for part in _chunks(runs.take(here[runs.src])):
+                lane.direct += self._writes(lane, part, self._memory.addresses[part.src], place)
+
+    def _prepare_batches(self, buffers: SendBuffers) -> None:
+        largest: dict[str, int] = {}
+        for lane in self._lanes:
+            for batch in lane.route.batches:
+                largest[batch.device] = max(largest.get(batch.device, 0), batch.nbytes)
+        count: dict[str, int] = {}
+        owners = self._memory.sources.owners
+        rounds = max((len(lane.route.batches) for lane in self._lanes), default=0)
+        for number in range(rounds):
+            for lane in (lane for lane in self._lanes if number < len(lane.route.batches)):
+                batch = lane.route.batches[number]
+                slot = count.get(batch.device, 0) % BUFFERS
+                count[batch.device] = count.get(batch.device, 0) + 1
+                buffer = buffers.get(batch.device, slot, largest[batch.device])
+                at = np.full(len(batch.writes), buffer.data_ptr(), dtype=np.int64)
+                writes = self._writes(lane, batch.writes, at, Place.of(batch.device))
+                packed = _Packed(lane, (batch.device, slot), PreparedBatch(batch, owners, buffer), tuple(writes))
+                self._packed.append(packed)
+
+    def _writes(self, lane: Lane, runs: Runs, bases: npt.NDArray[np.int64], place: Place) -> list[Write]:
+        """One write for each kind of memory that the worker has destinations in."""
+        binding = lane.binding
+        addresses = np.array(binding.addresses, dtype=np.int64)
+        other = np.zeros(len(addresses), dtype=np.bool_)
+        other[list(binding.memories)] = True
+        writes = []
+        for is_other in (False, True):
+            chosen = other[runs.dst] == is_other
+            if not chosen.any():
+                continue
+            part = runs.take(chosen)
+            memory: Memory = binding.memory if not is_other else ("DRAM" if binding.memory == "VRAM" else "VRAM")
+            device_id = binding.device_id if memory == "VRAM" else 0
+            source = Descriptors(bases[chosen] + part.src_offset, part.nbytes, place.memory, place.device_id)
+            target = Descriptors(addresses[part.dst] + part.dst_offset, part.nbytes, memory, device_id)
+            writes.append(self._fabric.prepare_write(binding.agent, source, target))
+        return writes
+
+
+class _Watch:
+    """Waits for posted writes of one run, calling ``check`` and telling ``progress`` on the way."""
+
+    def __init__(
+        self, posted: list[Write], deadline: float, check: Callable[[], None], progress: Callable[[int], None]
+    ) -> None:
+        self._posted, self._deadline = posted, deadline
+        self._check, self._progress = check, progress
+        self._told: set[int] = set()
+
+    def wait(self, writes: Sequence[Write]) -> None:
+        """Until all of ``writes`` are done. Errors: FabricError, DeadlineExceeded."""
+        while True:
+            self._check()
+            left = self._deadline - time.monotonic()
+            try:
+                wait_all(writes, max(min(left, TICK_S), 0.0))
+                return
+            except DeadlineExceeded as error:
+                if failure := error.details.get("failure"):
+                    raise FabricError(str(failure)) from error
+                if left <= TICK_S:
+                    raise self._too_late() from error
+            finally:
+                self._tell()
+
+    def _tell(self) -> None:
+        for number, write in enumerate(self._posted):
+            if write.state == "done" and number not in self._told:
+                self._told.add(number)
+                self._progress(write.nbytes)
+
+    def _too_late(self) -> DeadlineExceeded:
+        moving = sum(write.state == "in_flight" for write in self._posted)
+        return DeadlineExceeded(
+            f"{moving} of {len(self._posted)} writes were still in flight when the time of this push ran out: raise "
+            "timeout_s, or look for a stopped server"
+        )
+
+
+def _chunks(runs: Runs) -> Iterable[Runs]:
+    """Consecutive parts of about `WRITE_NBYTES` and at most `WRITE_RUNS`."""
+    if len(runs):
+        part = (np.cumsum(runs.nbytes) - 1) // WRITE_NBYTES + np.arange(len(runs)) // WRITE_RUNS
+        for number in np.unique(part):
+            yield runs.take(part == number)
+
+
+def synchronize(device: str) -> None:
+    """Wait until what this thread has queued on ``device`` is done; nothing to do on a CPU."""
+    if device.startswith("cuda"):
+        import torch
+
+        torch.cuda.current_stream(torch.device(device)).synchronize()

@@ -1,0 +1,116 @@
+"""A side door to one worker: status, lease, claim and heartbeat without the engine's loop, which an install blocks.
+
+One JSON object per line over a Unix socket in a directory that only this user can enter; the server also checks that
+the peer has the same user id. The path is learnt by RPC. Nothing is pickled, lines are capped, no wait is unbounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import json
+import os
+import shutil
+import socket
+import socketserver
+import struct
+import tempfile
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+from vllm_nixl_plugin.session import WorkerSession
+from vllm_nixl_plugin.worker import CHANNEL_ACTIONS, answer
+
+PREFIX = "nixl-push-"
+SWEEP_AGE_S = 60.0
+MAX_REQUEST_BYTES = 16 << 10
+MAX_ANSWER_BYTES = 4 << 20
+IDLE_S = 5.0
+MAX_FOLDER = 80
+"""Where the path of the socket would get longer, it is made in /tmp: an address holds 108 bytes."""
+
+
+class _Handler(socketserver.StreamRequestHandler):
+    timeout = IDLE_S
+
+    def handle(self) -> None:
+        """One request, one answer."""
+        peer = self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        if struct.unpack("3i", peer)[1] != os.geteuid():
+            return
+        try:
+            line = self.rfile.readline(MAX_REQUEST_BYTES)
+            request = json.loads(line)
+        except (OSError, ValueError):
+            return
+        if isinstance(request, dict):
+            session: WorkerSession = self.server.session  # type: ignore[attr-defined]
+            self.wfile.write(json.dumps(answer(session, request, CHANNEL_ACTIONS)).encode() + b"\n")
+
+
+class _Server(socketserver.ThreadingUnixStreamServer):
+    daemon_threads = True
+    request_queue_size = 64
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A peer that hung up is no news."""
+
+
+_paths: weakref.WeakKeyDictionary[WorkerSession, str] = weakref.WeakKeyDictionary()
+
+
+def serve(session: WorkerSession) -> dict[str, str]:
+    """Serve this session from a daemon thread, once per session; ``{"path": of the socket}``."""
+    path = _paths.get(session)
+    if path is None:
+        where = tempfile.gettempdir() if len(tempfile.gettempdir()) < MAX_FOLDER else "/tmp"
+        _sweep(Path(where))
+        folder = tempfile.mkdtemp(prefix=PREFIX, dir=where)
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        path = f"{folder}/s"
+        server = _Server(path, _Handler)
+        server.session = session  # type: ignore[attr-defined]
+        threading.Thread(target=server.serve_forever, name="nixl-channel", daemon=True).start()
+        _paths[session] = path
+    return {"path": path}
+
+
+def _sweep(where: Path) -> None:
+    """Remove what killed servers left: vLLM kills its engines at shutdown, without their exit handlers."""
+    for path in where.glob(f"{PREFIX}*/s"):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+            owner = path.stat()
+            if owner.st_uid != os.geteuid() or time.time() - owner.st_mtime < SWEEP_AGE_S:
+                continue
+            try:
+                probe.settimeout(1)
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                shutil.rmtree(path.parent, ignore_errors=True)
+
+
+class ChannelClosed(Exception):
+    """No answer through the socket: the worker is gone, restarted, or on another host."""
+
+
+async def ask(path: str, request: dict[str, Any], timeout_s: float = 2.0) -> dict[str, Any]:
+    """Send one request and read its answer. Errors: ChannelClosed."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            reader, writer = await asyncio.open_unix_connection(path, limit=MAX_ANSWER_BYTES)
+            try:
+                writer.write(json.dumps(request).encode() + b"\n")
+                await writer.drain()
+                line = await reader.readline()
+            finally:
+                writer.close()
+            answered = json.loads(line)
+    except (OSError, ValueError, TimeoutError) as error:
+        raise ChannelClosed(f"{path}: {type(error).__name__}: {error}") from None
+    if not isinstance(answered, dict):
+        raise ChannelClosed(f"{path}: the answer is not an object")
+    return answered

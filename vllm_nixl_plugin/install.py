@@ -1,0 +1,160 @@
+"""Put new weights in place with first-load semantics (the stage: install). The engine is paused while `apply` runs.
+
+`prepare` gives the twin's modules the received load-format tensors and runs vLLM's own processing on them, as a first
+load does; nothing that serves is touched. It then walks the serving modules and the twin's side by side and lists what
+has to happen: *pours*, values copied into the tensors that serve (captured graphs and closures hold them), and
+*rebinds*, where processing made something that cannot be copied into. Where graphs are captured a rebind is refused.
+`apply` carries the list out. Called by `plane`.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm_nixl_plugin import graph
+from vllm_nixl_plugin.errors import NeedsRestart
+from vllm_nixl_plugin.model import geometry_of, state_of
+
+_MISSING = object()
+_PLAIN = (int, float, str, bytes, bool, complex, type(None), torch.dtype, torch.device, torch.Size)
+
+
+@dataclass(slots=True)
+class Change:
+    """What an install does: ``pours`` are (serving tensor, new values), ``rebinds`` (path, slot, new value)."""
+
+    pours: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    rebinds: list[tuple[str, graph.Slot, Any]] = field(default_factory=list)
+    removals: list[tuple[str, graph.Slot]] = field(default_factory=list)
+
+    def apply(self) -> None:
+        """The point of no return. Copies go first, so that values bound afterwards share nothing with the twin."""
+        with torch.no_grad():
+            for served, new in self.pours:
+                served.data.copy_(new)
+        for _, slot, value in self.rebinds:
+            # The twin takes its tensor objects back when it is restored.
+            slot.rebind(graph.alias(value) if isinstance(value, torch.Tensor) else value)
+        for _, slot in self.removals:
+            slot.remove()
+
+
+class Pairing:
+    """Compares serving modules with their processed twins.
+
+    ``at_load``: `LoadRecord.state`; what differs from it today belongs to the running engine (KV cache, buffers) and is
+    left alone. ``captured``: whether CUDA graphs hold addresses, so that rebinding would go unseen.
+    """
+
+    def __init__(self, at_load: Mapping[str, Any], *, captured: bool) -> None:
+        self.at_load = at_load
+        self.captured = captured
+        self.change = Change()
+        self._seen: set[tuple[int, int]] = set()
+        self._poured: set[int] = set()
+
+    def module(self, path: str, served: nn.Module, twin: nn.Module) -> None:
+        """Errors: NeedsRestart naming the path that a captured graph has baked in."""
+        self._holder(path, served, twin)
+
+    def _holder(self, path: str, served: Any, twin: Any) -> None:
+        old, new = graph.slots(served), graph.slots(twin)
+        for key, slot in new.items():
+            below = f"{path}.{key}" if path else str(key)
+            mine = old.get(key)
+            value = mine.value if mine is not None else _MISSING
+            if not self._merge(below, value, slot.value):
+                place = mine or graph.Slot(served, slot.kind, key, None)
+                self._rebind(below, place, slot.value)
+        for key, mine in old.items():
+            below = f"{path}.{key}" if path else str(key)
+            late = key not in new and below not in self.at_load
+            if late and isinstance(mine.value, torch.Tensor) and mine.kind in ("attr", "buffer"):
+                # Made by a first forward from the weights; dropped so that it is made again.
+                self.change.removals.append((below, mine))
+
+    def _rebind(self, path: str, slot: graph.Slot, value: Any) -> None:
+        if self.captured:
+            raise NeedsRestart(
+                f"{path} of the running engine cannot be changed in place ({_kind(slot.value)} -> {_kind(value)}), and "
+                "captured CUDA graphs would not see a new one. Restart the server with the new checkpoint, or serve "
+                "with --enforce-eager.",
+                path=path,
+            )
+        self.change.rebinds.append((path, slot, value))
+
+    def _merge(self, path: str, old: Any, new: Any) -> bool:
+        """Whether the new value is or will be in place without rebinding ``path``."""
+        if old is new or (id(old), id(new)) in self._seen:
+            return True
+        if isinstance(new, torch.Tensor) or isinstance(old, torch.Tensor):
+            return self._tensors(path, old, new)
+        if isinstance(new, nn.Module):
+            return isinstance(old, nn.Module)
+        if old is _MISSING or type(old) is not type(new):
+            return self._engine_owned(path, old) and old is not _MISSING
+        if isinstance(new, _PLAIN):
+            return _same(old, new) or self._engine_owned(path, old)
+        if isinstance(new, types.FunctionType):
+            if old.__code__ is not new.__code__:
+                return False
+        elif isinstance(new, types.MethodType) and old.__func__ is not new.__func__:
+            return False
+        if isinstance(new, torch.ScriptObject) or graph.is_releasing(new):
+            return False
+        if not graph.has_slots(new):
+            return True  # configuration, groups, loggers: shared, or the engine's own
+        return self._inside(path, old, new)
+
+    def _inside(self, path: str, old: Any, new: Any) -> bool:
+        self._seen.add((id(old), id(new)))
+        if isinstance(new, dict | list) or graph.is_plain_object(new) or graph.is_closure(new):
+            if isinstance(new, list) and len(old) != len(new):
+                return self._engine_owned(path, old) or not _tensors_below(new)
+            self._holder(path, old, new)
+            return True
+        mine = graph.slots(old)
+        return len(mine) == len(graph.slots(new)) and all(
+            self._merge(f"{path}.{key}", mine[key].value, slot.value)
+            for key, slot in graph.slots(new).items()
+            if key in mine
+        )
+
+    def _tensors(self, path: str, old: Any, new: Any) -> bool:
+        if isinstance(new, torch.Tensor) and new.device.type == "meta":
+            return True  # of a module that is not processed
+        if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor) and geometry_of(old) == geometry_of(new):
+            if id(old) not in self._poured and old.numel():
+                self._poured.add(id(old))
+                self.change.pours.append((old, new))
+            return True
+        if isinstance(old, torch.Tensor) and path not in self.at_load:
+            return False  # a cast or cache of the weights that appeared later: back to what a first load leaves
+        return self._engine_owned(path, old)
+
+    def _engine_owned(self, path: str, old: Any) -> bool:
+        """Whether the running engine has put its own value here since loading."""
+        return path in self.at_load and old is not _MISSING and not _same(state_of(old), self.at_load[path])
+
+
+def _same(a: Any, b: Any) -> bool:
+    try:
+        return bool(a == b) or (a != a and b != b)
+    except Exception:  # noqa: BLE001 - a foreign __eq__ that refuses: not the same
+        return False
+
+
+def _tensors_below(values: Iterable[Any]) -> bool:
+    return any(isinstance(v, torch.Tensor) for v in values)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"tensor {list(value.shape)} {value.dtype}"
+    return f"{type(value).__name__}" + (f" {value!r}" if isinstance(value, int | float | str) else "")

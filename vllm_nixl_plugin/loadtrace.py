@@ -1,0 +1,168 @@
+"""Trace vLLM's own loader on a model's twin for one manifest (the stage: trace, on the server).
+
+`trace_load` is called by `plane`. It repeats the trace without the weights whose values the loader asks for, until it
+ends; those are then loaded for real at install, and the storages that they write are found by loading zeros. A weight
+that the loader rejects is named with the loader's own reason.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+
+from vllm_nixl_plugin.errors import PlanRefused
+from vllm_nixl_plugin.layout import identity
+from vllm_nixl_plugin.model import Twin, Watch, config_context, engine_context
+from vllm_nixl_plugin.planning import TracedDestination, dtype_of
+from vllm_nixl_plugin.tracing import Creation, NeedsData, Opaque, Piece, Source, Tracer
+from vllm_nixl_plugin.wire import WeightSpec
+
+MAX_REJECTED = 20
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTrace:
+    """Every loadable storage of the twin and who writes it.
+
+    ``needs_data``: weights that only the real loader can place.
+    """
+
+    destinations: tuple[TracedDestination, ...]
+    needs_data: frozenset[str]
+
+
+class _Offered:
+    """The weights in the order in which a loader sees them; ``current`` is the one it took last."""
+
+    def __init__(self, tracer: Tracer, weights: Sequence[WeightSpec], without: set[str]) -> None:
+        self._tracer, self._weights, self._without = tracer, weights, without
+        self.current = ""
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for w in self._weights:
+            if w.name not in self._without:
+                self.current = w.name
+                yield w.name, self._tracer.source(w.name, w.shape, dtype_of(w.dtype))
+
+
+def trace_load(twin: Twin, weights: Sequence[WeightSpec], live: set[str]) -> LoadTrace:
+    """Trace the loader with the given weights. ``live``: paths of tensors that are proven live.
+
+    Errors: PlanRefused naming the weights that the loader does not take.
+    """
+    needs_data: set[str] = set()
+    rejected: dict[str, str] = {}
+    while True:
+        tracer = Tracer()
+        offered = _Offered(tracer, weights, needs_data | set(rejected))
+        try:
+            destinations = _once(twin, tracer, offered, live)
+            break
+        except NeedsData as need:
+            fresh = need.sources - needs_data
+            if not fresh:
+                raise PlanRefused(
+                    f"vLLM's loader asks for values that no weight holds ({need.op}); this model cannot be traced"
+                ) from need
+            needs_data |= fresh
+        except PlanRefused:
+            raise
+        except Exception as error:
+            name = _blamed(error.__traceback__, tracer) or offered.current
+            if not name or name in rejected or len(rejected) >= MAX_REJECTED:
+                raise PlanRefused(f"vLLM's loader failed while it was traced: {_reason(error)}") from error
+            rejected[name] = _reason(error)
+        finally:
+            twin.restore()
+    if rejected:
+        lines = "; ".join(f"{name}: {reason}" for name, reason in rejected.items())
+        raise PlanRefused(
+            f"vLLM's loader does not take {len(rejected)} of the weights: {lines}. Check names and shapes against the "
+            "checkpoint that the server started from.",
+            unused=sorted(rejected),
+        )
+    if needs_data:
+        destinations = _with_real_loads(twin, weights, needs_data, destinations)
+    return LoadTrace(tuple(destinations), frozenset(needs_data))
+
+
+def _once(twin: Twin, tracer: Tracer, offered: _Offered, live: set[str]) -> list[TracedDestination]:
+    targets = twin.destination_tensors()
+    keys = twin.storage_keys()
+    stand_ins = tracer.stand_ins(targets, twin.device)
+    key_by_path = {path: keys[id(tensor)] for path, tensor in targets.items()}
+    with config_context(twin.config), torch.no_grad(), twin.in_place_of(stand_ins):
+        before = _tree(twin)
+        with tracer:
+            twin.load_weights(offered)
+        changed = [path for path, seen in _tree(twin).items() if before.get(path) != seen]
+    if changed:
+        raise PlanRefused(
+            f"vLLM's loader puts new tensors in the place of {', '.join(sorted(changed)[:5])}; a load that changes the "
+            "module tree cannot be traced"
+        )
+    out: dict[int, TracedDestination] = {}
+    for path, key in key_by_path.items():
+        if key in out:
+            continue
+        info = twin.storages[key]
+        names = tuple(p for p, k in key_by_path.items() if k == key)
+        pieces = tuple(tracer.pieces(stand_ins[path]))
+        if any(not isinstance(p.root, Creation) for p in pieces):
+            out[key] = TracedDestination(key, names, info.nbytes, all(n in live for n in names), pieces)
+    return list(out.values())
+
+
+def _tree(twin: Twin) -> dict[str, tuple[int, int]]:
+    return {p: (id(t), int(t.untyped_storage()._cdata)) for p, t in twin.destination_tensors().items()}
+
+
+def _with_real_loads(
+    twin: Twin, weights: Sequence[WeightSpec], names: set[str], traced: list[TracedDestination]
+) -> list[TracedDestination]:
+    """Find which storages the real loader writes for weights that cannot be traced: load zeros and watch."""
+    targets, keys = twin.destination_tensors(), twin.storage_keys()
+    known = {t.key: t for t in traced}
+    zeros = {k: torch.zeros(info.nbytes, dtype=torch.uint8, device=info.device) for k, info in twin.storages.items()}
+    watch = Watch()
+    twin.fill_tensors(zeros)
+    try:
+        with engine_context(twin.config, twin.record.model_config, twin.device), watch:
+            watch.touched.clear()
+            twin.load_weights(
+                (w.name, torch.zeros(w.shape, dtype=dtype_of(w.dtype))) for w in weights if w.name in names
+            )
+        for path, tensor in targets.items():
+            key = keys[id(tensor)]
+            if int(tensor.untyped_storage()._cdata) in watch.touched:
+                old = known.get(key)
+                info = twin.storages[key]
+                paths = old.names if old else tuple(p for p, t in targets.items() if keys[id(t)] == key)
+                mark = Piece(Opaque("loader", frozenset(names)), identity((0,), 1))
+                known[key] = TracedDestination(key, paths, info.nbytes, False, (*(old.pieces if old else ()), mark))
+                _ = path
+    finally:
+        twin.restore()
+    return list(known.values())
+
+
+def _blamed(at: TracebackType | None, tracer: Tracer) -> str | None:
+    """The weight that was being loaded when the loader failed: the innermost local tensor with a single source."""
+    for frame, _ in reversed(list(traceback.walk_tb(at))):
+        if frame.f_globals.get("__name__") in (__name__, "vllm_nixl_plugin.tracing"):
+            continue
+        for value in frame.f_locals.values():
+            if isinstance(value, torch.Tensor) and tracer.knows(value):
+                names = {p.root.name for p in tracer.pieces(value) if isinstance(p.root, Source)}
+                if len(names) == 1:
+                    return names.pop()
+    return None
+
+
+def _reason(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__

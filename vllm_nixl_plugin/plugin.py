@@ -1,0 +1,83 @@
+"""What vLLM's plugin system calls: `register` in every process, `EndpointPlugin` in the API server.
+
+Both entry points carry the name ``nixl``, because ``VLLM_PLUGINS`` filters all groups by one list.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+logger = logging.getLogger("vllm.nixl_plugin")
+
+EXTENSION = "vllm_nixl_plugin.NixlWorkerExtension"
+
+
+@cache
+def register() -> None:
+    """Entry point of ``vllm.general_plugins``: in every process, possibly more than once; no device work."""
+    _allow_amx()
+    # The loader hook: records each model's state at creation, before its weights are loaded.
+    from vllm_nixl_plugin.model import install_hook
+
+    install_hook()
+
+
+class EndpointPlugin:
+    """Entry point of ``vllm.endpoint_plugins``. Not for the render server, which has no engine."""
+
+    name = "nixl"
+    required_tasks = (
+        "generate", "transcription", "realtime",
+        "embed", "classify", "token_embed", "token_classify", "plugin", "embed&token_classify",
+    )  # fmt: skip
+
+    def attach_router(self, app: Any) -> None:
+        """Called while vLLM builds its app."""
+        from vllm_nixl_plugin import api
+
+        api.attach(app)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Errors end the start of the server: MissingToken; RuntimeError when the worker extension is not loaded."""
+        from vllm_nixl_plugin import api, settings
+        from vllm_nixl_plugin.engine import Engine
+        from vllm_nixl_plugin.updates import Updates
+        from vllm_nixl_plugin.wire import PREFIX
+
+        if engine_client is None:
+            return
+        settings.check_startup()
+        check_extension(engine_client, args)
+        await api.start(state, Updates(Engine(engine_client)))
+        logger.info("weight updates are served below %s", PREFIX)
+
+
+def check_extension(engine_client: Any, args: Any) -> None:
+    """Asking workers that lack the method would put their answers out of step for good, so look first.
+
+    Errors: RuntimeError.
+    """
+    from vllm_nixl_plugin.engine import RPC
+
+    config = getattr(getattr(engine_client, "vllm_config", None), "parallel_config", None)
+    given = getattr(config, "worker_extension_cls", None) or getattr(args, "worker_extension_cls", None) or ""
+    module, _, name = (given if isinstance(given, str) else "").rpartition(".")
+    cls = getattr(import_module(module), name, None) if module else None
+    if not callable(getattr(cls, RPC, None)):
+        raise RuntimeError(f"weight updates need --worker-extension-cls {EXTENSION} (it is {given!r})")
+
+
+def _allow_amx() -> None:
+    """Ask the kernel for AMX tiles. vLLM's CPU kernels use them, but an eager server never asks and dies of SIGILL."""
+    try:
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            import torch
+
+            torch.cpu._init_amx()
+    except Exception as error:  # noqa: BLE001 - without AMX, or with another torch, there is nothing to allow
+        logger.debug("AMX is not available: %s", error)

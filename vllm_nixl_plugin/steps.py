@@ -1,0 +1,261 @@
+"""The steps of one update in the hands of one API process: how a commit goes, and every way out of it.
+
+    waiting -> prepare -> pausing -> pause -> paused -> installing -> install -> resuming -> resume -> finish
+
+Every step is recorded by the workers before it happens, and every step may be repeated, so whoever holds the claim
+goes on from where it finds an update. A step of an older claim is refused with StaleUpdate, which ends these `Steps`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from vllm_nixl_plugin import errors
+from vllm_nixl_plugin.engine import Engine, error_of
+from vllm_nixl_plugin.session import INSTALLING_STEPS, PAUSED_STEPS
+from vllm_nixl_plugin.wire import CommitRequest, KvCachePolicy, PauseMode
+
+logger = logging.getLogger("vllm.nixl_plugin")
+
+FIRST_POLL_S = 0.002
+SLOWEST_POLL_S = 0.05
+RESUME_RETRY_S = 0.5
+
+
+class Steps:
+    """``claim``: 0 for the process that begins the update, else what the judge has given. See session.py."""
+
+    def __init__(self, engine: Engine, update_id: str, claim: int, heartbeat_s: float) -> None:
+        self._engine = engine
+        self._update_id = update_id
+        self._claim = claim
+        self._heartbeat_s = heartbeat_s
+        self._paused = False
+
+    async def go_on(self, step: str | None, options: dict[str, Any]) -> None:
+        """Bring a claimed update to its end, from the step at which it was claimed. Does not raise."""
+        purpose = options.get("purpose")
+        try:
+            async with self._heartbeat():
+                if step == "opening":
+                    self._paused = True
+                    await self.retract()
+                elif purpose != "commit":
+                    await self._call("abort")
+                elif step == "undoing":
+                    await self._undo(errors.WorkerFailed("the API process that undid this commit died on the way"))
+                else:
+                    wanted = {k: v for k, v in options.items() if k != "purpose"}
+                    await self._commit(step, CommitRequest.model_validate(wanted))
+        except errors.StaleUpdate as error:
+            logger.warning("update %s is left to another process: %s", self._update_id, error)
+            await self._resume_if_idle()
+        except Exception:
+            logger.exception("update %s: commit broke off; the watchdog goes on from its step", self._update_id)
+
+    async def stand_still(self, pause: PauseMode, timeout_s: float) -> None:
+        """Pause for an in-place update, before anybody gets its addresses. Errors: DeadlineExceeded, WorkerFailed."""
+        state = await self._open_state()
+        async with self._heartbeat():
+            if not (state["torn"] and await self._engine.is_paused()):
+                mode: PauseMode = "keep" if state["held"] and pause == "wait" else pause
+                await self._pause_until(mode, "keep", time.monotonic() + timeout_s)
+            await self._record("open")
+
+    async def retract(self) -> None:
+        """End an update whose begin failed: nobody has its addresses, so nothing can have landed."""
+        if self._paused:
+            state = await self._state()
+            if state["update_id"] == self._update_id and not (state["torn"] or state["held"]):
+                await self._resume()
+        await self._call("abort", check=False, drained=True, untouched=True)
+
+    # A commit, in order.
+
+    async def _commit(self, step: str | None, request: CommitRequest) -> None:
+        timings: dict[str, float] = {}
+        with _timed(timings, "total_s"):
+            if step not in INSTALLING_STEPS and not await self._get_ready(step, request, timings):
+                return
+            with _timed(timings, "install_s"):
+                if not await self._install(timings):
+                    return
+            with _timed(timings, "resume_s"):
+                await self._serve()
+        await self._call("finish", timings=timings)
+
+    async def _get_ready(self, step: str | None, request: CommitRequest, timings: dict[str, float]) -> bool:
+        """All bytes are there and generation stands still. Otherwise the update is over, and nothing has changed."""
+        deadline = time.monotonic() + request.timeout_s
+        try:
+            if step not in PAUSED_STEPS:
+                await self._record("waiting")
+            with _timed(timings, "wait_s"):
+                await self._wait_for_bytes(deadline)
+                await self._call("prepare")
+            with _timed(timings, "pause_s"):
+                await self._pause(step, request, deadline)
+        except errors.StaleUpdate:
+            raise
+        except Exception as error:  # noqa: BLE001 - every failure before the install is undone
+            await self._undo(error)
+            return False
+        return True
+
+    async def _wait_for_bytes(self, deadline: float) -> None:
+        pause_s = FIRST_POLL_S
+        while True:
+            answers = await self._engine.call_all("collected", {"update_id": self._update_id})
+            short = [a for a in answers if a["result"]["arrived_nbytes"] != a["result"]["expected_nbytes"]]
+            if not short:
+                return
+            if time.monotonic() >= deadline:
+                worker, got = short[0]["worker"], short[0]["result"]
+                found = f"{got['arrived_nbytes']} of {got['expected_nbytes']} bytes"
+                raise errors.Incomplete(f"worker {worker} has {found}", worker=worker, **got)
+            await asyncio.sleep(min(pause_s, max(deadline - time.monotonic(), 0.0)))
+            pause_s = min(pause_s * 2, SLOWEST_POLL_S)
+
+    async def _pause(self, step: str | None, request: CommitRequest, deadline: float) -> None:
+        """Generation stands still, the caches are as the policy says. A torn or in-place engine is paused already."""
+        state = await self._open_state()
+        stands = state["torn"] or state["update"]["mode"] == "in_place"
+        held = state["held"] if stands or step in PAUSED_STEPS else await self._engine.is_paused() is True
+        await self._record("pausing", held=held)
+        if not (stands and await self._engine.is_paused()):
+            mode: PauseMode = "keep" if stands or (held and request.pause == "wait") else request.pause
+            await self._pause_until(mode, request.kv_cache, deadline)
+        elif request.kv_cache == "recompute":
+            await self._engine.clear_caches()
+        await self._record("paused")
+
+    async def _install(self, timings: dict[str, float]) -> bool:
+        """True when all workers have installed. Otherwise the update is over: undone when no worker changed a byte."""
+        await self._record("installing")
+        try:
+            answers = await self._call("install", check=False)
+        except errors.WorkerFailed as error:
+            await self._tear(error)
+            return False
+        failures = [error_of(a) for a in answers if not a["ok"]]
+        for failure in failures:
+            if failure.details.get("superseded"):
+                raise failure
+        for answer in answers:
+            for stage, seconds in ((answer.get("result") or {}).get("stages") or {}).items():
+                timings[f"install.{stage}"] = max(seconds, timings.get(f"install.{stage}", 0.0))
+        if not failures:
+            return True
+        if len(failures) == len(answers) and all(f.details.get("untouched") for f in failures):
+            await self._undo(failures[0])
+        else:
+            await self._tear(failures[0])
+        return False
+
+    async def _serve(self) -> None:
+        state = await self._open_state()
+        try:
+            await self._engine.set_weight_version(state["update"]["version"])
+        except Exception as error:  # noqa: BLE001 - the weights serve; only vLLM's own label is missing
+            logger.warning("vLLM did not take the weight version of update %s: %s", self._update_id, error)
+        await self._record("resuming", agree=True)
+        if not state["held"]:
+            await self._resume()
+
+    # Ways out.
+
+    async def _undo(self, error: Exception) -> None:
+        """The install has changed no byte: the old weights serve on. In place they cannot: torn."""
+        logger.warning("update %s fails before its install: %s", self._update_id, error)
+        state = await self._open_state()
+        shadow = state["update"]["mode"] == "shadow"
+        if shadow and state["step"] in PAUSED_STEPS:
+            await self._record("undoing")
+            if not (state["torn"] or state["held"]):
+                await self._resume()
+        await self._fail(error, torn=not shadow)
+
+    async def _tear(self, error: errors.PushWeightsError) -> None:
+        logger.error("update %s broke off half-way, the engine stays paused: %s", self._update_id, error)
+        await self._fail(error, torn=True)
+
+    async def _fail(self, error: Exception, *, torn: bool) -> None:
+        if not isinstance(error, errors.PushWeightsError):
+            error = errors.WorkerFailed(f"unexpected {type(error).__name__}: see the server's log")
+        await self._call("abort", torn=torn, outcome="failed", error=error.to_wire()["error"])
+
+    async def _resume(self) -> None:
+        """A pause that is still under way cannot be withdrawn under data parallelism: try until it can."""
+        while True:
+            try:
+                return await self._engine.resume()
+            except Exception as error:  # noqa: BLE001 - vLLM raises plain exceptions
+                logger.warning("generation cannot be resumed yet: %s", error)
+                await asyncio.sleep(RESUME_RETRY_S)
+
+    async def _resume_if_idle(self) -> None:
+        """Undo a pause of ours that came after another process had ended the update."""
+        state = await self._state()
+        if self._paused and state["update"] is None and not (state["torn"] or state["held"]):
+            await self._resume()
+
+    # Inside.
+
+    async def _pause_until(self, mode: PauseMode, kv_cache: KvCachePolicy, deadline: float) -> None:
+        self._paused = True
+        pausing = asyncio.ensure_future(self._engine.pause(mode, kv_cache))
+        done, _ = await asyncio.wait({pausing}, timeout=max(deadline - time.monotonic(), 0.0))
+        if not done:
+            pausing.add_done_callback(lambda task: task.cancelled() or task.exception())
+            raise errors.DeadlineExceeded(f"generation did not pause in time (mode {mode!r}): the update is undone")
+        try:
+            pausing.result()
+        except Exception as error:
+            raise errors.WorkerFailed(f"vLLM did not pause generation with its caches cleared: {error}") from error
+
+    async def _call(self, action: str, *, check: bool = True, **args: Any) -> list[dict[str, Any]]:
+        args |= {"update_id": self._update_id, "claim": self._claim}
+        return await self._engine.call_all(action, args, check=check)
+
+    async def _record(self, step: str, *, held: bool | None = None, agree: bool = False) -> None:
+        args = {"update_id": self._update_id, "claim": self._claim, "step": step, "held": held}
+        await self._engine.call_all("record_step", args, agree=agree)
+
+    async def _state(self) -> dict[str, Any]:
+        return dict(await self._engine.ask_judge("status"))
+
+    async def _open_state(self) -> dict[str, Any]:
+        """The judge's status while this update is open. Errors: StaleUpdate."""
+        state = await self._state()
+        if state["update_id"] != self._update_id:
+            raise errors.StaleUpdate(f"update {self._update_id} is over", update_id=self._update_id)
+        return state
+
+    @contextlib.asynccontextmanager
+    async def _heartbeat(self) -> AsyncIterator[None]:
+        async def beat() -> None:
+            while True:
+                await asyncio.sleep(self._heartbeat_s)
+                with contextlib.suppress(errors.PushWeightsError):
+                    args = {"update_id": self._update_id, "claim": self._claim}
+                    await self._engine.ask_judge("heartbeat", args)
+
+        task = asyncio.create_task(beat())
+        try:
+            yield
+        finally:
+            task.cancel()
+
+
+@contextlib.contextmanager
+def _timed(timings: dict[str, float], name: str) -> Iterator[None]:
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        timings[name] = time.perf_counter() - start

@@ -1,0 +1,489 @@
+"""Follow every element from named source tensors to where a function puts it, without any data.
+
+The first stage of the path (trace). The function, vLLM's ``load_weights`` or a trainer's conversion, runs on meta
+tensors under a `TorchDispatchMode`. A meta view carries its storage, offset, shape and strides, so views need no
+recording; every op that makes or writes a storage is recorded as strided copies from *roots*:
+
+    Source(name)       bytes of a named source tensor
+    Constant(value)    a number, or a real tensor that the function brought along
+    Creation(key)      what a destination held before the function ran
+    Opaque(op, names)  the result of arithmetic that is not an element-wise program; it depends on these sources
+
+Each storage keeps a list of `Piece`s that is resolved to roots at the moment of writing, so temporaries may be reused,
+casts, concatenations and loader arithmetic compose, and the last writer of a byte wins. Traced tensors report the
+device of the tensor they stand for. An op that needs the data itself raises `NeedsData`.
+
+Used by `planning` (vLLM's loader) and by `trainer_client.conversion`; it knows nothing of either. torch only.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vllm_nixl_plugin.layout import Copy, LayoutError, compose, contiguous_strides, subtract
+
+aten = torch.ops.aten
+
+
+class NeedsData(Exception):
+    """An op asked for the values of traced tensors. ``op``: its name; ``sources``: the names it depends on."""
+
+    def __init__(self, op: str, sources: frozenset[str]) -> None:
+        super().__init__(f"{op} needs the values of {', '.join(sorted(sources)) or 'a destination'}")
+        self.op = op
+        self.sources = sources
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Bytes of a named source tensor."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Constant:
+    """``value``: a Python number, or a real tensor whose storage bytes the piece's copy addresses."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Creation:
+    """What a destination held before."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """A result that is no element-wise program of its sources."""
+
+    op: str
+    sources: frozenset[str]
+
+
+Root = Source | Constant | Creation | Opaque
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One element-wise step: aten op name (``to`` for a cast), scalar arguments, dtype of the result."""
+
+    op: str
+    args: tuple[int | float, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements of ``root`` (bytes of its storage) that lie at ``copy.dst`` after ``program``."""
+
+    root: Root
+    copy: Copy
+    program: tuple[Operation, ...] = ()
+
+
+class _Record:
+    """What is known of one storage: who wrote each byte last. ``hold`` keeps the storage alive, since ids of freed
+    storages are reused. Pieces are kept in the order of their first byte, so that a write finds what it meets."""
+
+    __slots__ = ("_pieces", "_starts", "_widest", "hold")
+
+    def __init__(self, hold: torch.Tensor, pieces: Sequence[Piece]) -> None:
+        self.hold = hold
+        self._pieces: list[Piece] = []
+        self._starts: list[int] = []
+        self._widest = 0
+        for piece in pieces:
+            self._insert(piece)
+
+    @property
+    def pieces(self) -> list[Piece]:
+        return self._pieces
+
+    def _insert(self, piece: Piece) -> None:
+        start, stop = _bounds(piece.copy)
+        at = bisect_left(self._starts, start)
+        self._starts.insert(at, start)
+        self._pieces.insert(at, piece)
+        self._widest = max(self._widest, stop - start)
+
+    def overwrite(self, new: Piece) -> None:
+        """The piece replaces what lies where it writes."""
+        start, stop = _bounds(new.copy)
+        first = bisect_left(self._starts, start - self._widest)
+        last = bisect_left(self._starts, stop)
+        rest: list[Piece] = []
+        for at in range(last - 1, first - 1, -1):
+            old = self._pieces[at]
+            if _bounds(old.copy)[1] <= start:
+                continue
+            rest += [Piece(old.root, c, old.program) for c in subtract(old.copy, new.copy)]
+            del self._pieces[at], self._starts[at]
+        if rest and self._widest > 4 * max(1, stop - start):
+            self._widest = max((b - a for a, b in (_bounds(p.copy) for p in self._pieces)), default=0)
+        for piece in (*rest, new):
+            self._insert(piece)
+
+
+_ELEMENTWISE = {
+    # Correctly rounded or exact on every device, so that a program gives the same bits wherever it runs.
+    aten.neg.default: "neg", aten.abs.default: "abs",
+    aten.mul.Tensor: "mul", aten.mul.Scalar: "mul", aten.add.Tensor: "add", aten.add.Scalar: "add",
+    aten.sub.Tensor: "sub", aten.sub.Scalar: "sub", aten.div.Tensor: "div", aten.div.Scalar: "div",
+}  # fmt: skip
+_ELEMENTWISE_IN_PLACE = {
+    aten.neg_.default: "neg", aten.abs_.default: "abs",
+    aten.mul_.Tensor: "mul", aten.mul_.Scalar: "mul", aten.add_.Tensor: "add", aten.add_.Scalar: "add",
+    aten.sub_.Tensor: "sub", aten.sub_.Scalar: "sub", aten.div_.Tensor: "div", aten.div_.Scalar: "div",
+}  # fmt: skip
+_DATA = {
+    aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default, aten.nonzero.default,
+    aten.masked_select.default, aten.unique_dim.default, aten._unique2.default,
+}  # fmt: skip
+_COPIES = {aten.clone.default, aten._to_copy.default, aten.lift_fresh_copy.default}
+
+
+def _storage_id(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _bytes_of(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], int]:
+    size = tensor.element_size()
+    return int(tensor.storage_offset()) * size, tuple(s * size for s in tensor.stride()), size
+
+
+def _between(src: torch.Tensor, dst: torch.Tensor) -> Copy:
+    """The copy of a view of one storage to a view of another, both of the same shape."""
+    src_offset, src_strides, src_size = _bytes_of(src)
+    dst_offset, dst_strides, dst_size = _bytes_of(dst)
+    return Copy(tuple(dst.shape), src_offset, src_strides, src_size, dst_offset, dst_strides, dst_size)
+
+
+_traced_classes: dict[tuple[type, torch.device], type] = {}
+
+
+def _traced_class(base: type, device: torch.device) -> type:
+    """A subclass of ``base`` that says it lives on ``device``, for tensors whose storage is on meta."""
+    found = _traced_classes.get((base, device))
+    if found is None:
+
+        def get_data(self: Any) -> Any:
+            return _as_traced(torch.Tensor.data.__get__(self), device)  # type: ignore[attr-defined]
+
+        def set_data(self: Any, value: torch.Tensor) -> None:
+            torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+
+        found = type(
+            f"Traced{base.__name__}",
+            (base,),
+            {
+                "device": property(lambda _: device),
+                "is_meta": False,
+                "is_cpu": device.type == "cpu",
+                "is_cuda": device.type == "cuda",
+                "data": property(get_data, set_data),
+                "get_device": lambda _: -1 if device.type == "cpu" else (device.index or 0),
+                "__torch_function__": torch._C._disabled_torch_function_impl,
+                "traced_base": base,
+            },
+        )
+        _traced_classes[base, device] = found
+    return found
+
+
+def _as_traced(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if not hasattr(type(tensor), "traced_base"):
+        tensor.__class__ = _traced_class(type(tensor), device)
+    return tensor
+
+
+def _flatten(values: Iterable[Any]) -> list[torch.Tensor]:
+    out: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            out.append(value)
+        elif isinstance(value, list | tuple):
+            out.extend(_flatten(value))
+    return out
+
+
+class Tracer(TorchDispatchMode):
+    """Records what a function does to traced tensors while it is entered as a context (one thread).
+
+    Order of use: `source` and `stand_ins` make the inputs, ``with tracer: function(...)``, then `pieces` or `read`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._records: dict[int, _Record] = {}
+        self._twins: dict[int, torch.Tensor] = {}
+
+    # Inputs
+
+    def source(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
+        """A traced tensor, contiguous, that stands for the named source."""
+        tensor = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        strides = contiguous_strides(tuple(shape), tensor.element_size())
+        size = tensor.element_size()
+        self._records[_storage_id(tensor)] = _Record(
+            tensor.detach(), [Piece(Source(name), Copy(tuple(shape), 0, strides, size, 0, strides, size))]
+        )
+        return _as_traced(tensor, torch.device(device))
+
+    def stand_ins(self, tensors: Mapping[str, torch.Tensor], device: torch.device | None = None) -> dict[str, Any]:
+        """Traced twins of real or meta tensors: same class, attributes, geometry and aliasing, one `Creation` root
+        per storage, named after the first of its tensors. ``device`` is reported by twins of meta tensors."""
+        storages: dict[int, torch.UntypedStorage] = {}
+        out: dict[str, Any] = {}
+        for key, tensor in tensors.items():
+            old = tensor.untyped_storage()
+            storage = storages.get(old._cdata)
+            fresh = torch.empty(0, dtype=tensor.dtype, device="meta")
+            if storage is None:
+                raw = torch.empty(old.nbytes(), dtype=torch.uint8, device="meta")
+                storage = storages[old._cdata] = raw.untyped_storage()
+                whole = Copy((old.nbytes(),), 0, (1,), 1, 0, (1,), 1)
+                self._records[storage._cdata] = _Record(raw, [Piece(Creation(key), whole)])
+            fresh.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+            base = getattr(type(tensor), "traced_base", type(tensor))
+            real = device if tensor.device.type == "meta" and device is not None else tensor.device
+            fresh.__class__ = _traced_class(base, real)
+            fresh.__dict__.update(tensor.__dict__)
+            out[key] = fresh
+        return out
+
+    # Results
+
+    def pieces(self, tensor: torch.Tensor) -> list[Piece]:
+        """Who wrote the bytes of the tensor's whole storage; destinations of the copies address that storage."""
+        return list(self._records[_storage_id(tensor)].pieces)
+
+    def read(self, tensor: torch.Tensor) -> list[Piece]:
+        """The elements of a tensor (real or traced), as pieces whose destination is its contiguous row-major form."""
+        tensor = self._twin_of(tensor)
+        size = tensor.element_size()
+        src_offset, src_strides, _ = _bytes_of(tensor)
+        shape = tuple(tensor.shape)
+        copy = Copy(shape, src_offset, src_strides, size, 0, contiguous_strides(shape, size), size)
+        return self._through(tensor, copy)
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is traced."""
+        return _storage_id(tensor) in self._records or _storage_id(tensor) in self._twins
+
+    # Recording
+
+    def _twin_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The plain meta tensor behind a traced one; a real tensor becomes a constant when first asked for."""
+        sid = _storage_id(tensor)
+        if sid in self._records:
+            return tensor.detach()
+        raw = self._twins.get(sid)
+        if raw is None:
+            storage = tensor.untyped_storage()
+            raw = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta")
+            whole = Copy((storage.nbytes(),), 0, (1,), 1, 0, (1,), 1)
+            held = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            value = held if tensor.device.type == "meta" else held.clone()
+            self._records[_storage_id(raw)] = _Record(raw, [Piece(Constant(value), whole)])
+            self._records[_storage_id(raw)].hold = raw
+            self._twins[sid] = raw
+            raw.held_real = held  # type: ignore[attr-defined]
+        view = torch.empty(0, dtype=tensor.dtype, device="meta")
+        view.set_(raw.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        return view
+
+    def _through(self, src: torch.Tensor, copy: Copy, step: tuple[Operation, ...] = ()) -> list[Piece]:
+        """Resolve a copy that reads the storage of ``src`` to the roots of what lies there now."""
+        out: list[Piece] = []
+        for piece in self._records[_storage_id(src)].pieces:
+            opaque = isinstance(piece.root, Opaque)
+            try:
+                found = compose(piece.copy, copy)
+            except LayoutError:
+                sources = self._sources([src])
+                return [Piece(Opaque("reinterpreted elements", sources), copy)]
+            program = () if opaque else piece.program + step
+            out.extend(Piece(piece.root, c, program) for c in found)
+        return out
+
+    def _write(self, dst: torch.Tensor, pieces: list[Piece]) -> None:
+        """The given pieces, which address the storage of ``dst``, replace what they cover."""
+        record = self._records[_storage_id(dst)]
+        for piece in pieces:
+            record.overwrite(piece)
+
+    def _sources(self, tensors: Iterable[torch.Tensor]) -> frozenset[str]:
+        names: set[str] = set()
+        for tensor in tensors:
+            record = self._records.get(_storage_id(tensor))
+            for piece in record.pieces if record else ():
+                if isinstance(piece.root, Source):
+                    names.add(piece.root.name)
+                elif isinstance(piece.root, Opaque):
+                    names |= piece.root.sources
+        return frozenset(names)
+
+    def _new(self, out: torch.Tensor, pieces: list[Piece], device: torch.device) -> torch.Tensor:
+        self._records[_storage_id(out)] = _Record(out.detach(), pieces)
+        return _as_traced(out, device)
+
+    def _is_traced(self, tensor: torch.Tensor) -> bool:
+        sid = _storage_id(tensor)
+        return sid in self._records or sid in self._twins
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        tensors = _flatten([*args, *kwargs.values()])
+        if not any(self._is_traced(t) for t in tensors):
+            return func(*args, **kwargs)
+        traced = [self._twin_of(t) for t in tensors if self._is_traced(t)]
+        device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else tensors[0].device
+        if func in _DATA or (func is aten.index.Tensor and any(_is_bool(t) for t in traced)):
+            raise NeedsData(str(func), self._sources(traced))
+        if func is aten.copy_.default:
+            return self._copy_(*args[:2])
+        if func in (aten.fill_.Scalar, aten.zero_.default):
+            return self._fill_(args[0], args[1] if len(args) > 1 else 0)
+        if func in _COPIES:
+            return self._copied(func, args, kwargs, device)
+        if func in (aten.cat.default, aten.stack.default):
+            return self._joined(func, args, kwargs, device)
+        if func in _ELEMENTWISE or func in _ELEMENTWISE_IN_PLACE:
+            scalars = self._scalars(args[1:], kwargs)
+            if scalars is not None and self._is_traced(args[0]):
+                return self._elementwise(func, args[0], scalars, device)
+        return self._other(func, args, kwargs, traced, device)
+
+    def _copy_(self, dst: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
+        target, origin = self._twin_of(dst), self._twin_of(src)
+        origin = origin.expand(target.shape)
+        step = () if origin.dtype == target.dtype else (Operation("to", (), target.dtype),)
+        self._write(target, self._through(origin, _between(origin, target), step))
+        return dst
+
+    def _fill_(self, dst: torch.Tensor, value: Any) -> torch.Tensor:
+        target = self._twin_of(dst)
+        offset, strides, size = _bytes_of(target)
+        copy = Copy(tuple(target.shape), 0, (0,) * target.dim(), size, offset, strides, size)
+        self._write(target, [Piece(Constant(value), copy)])
+        return dst
+
+    def _copied(self, func: Any, args: Any, kwargs: dict[str, Any], device: torch.device) -> torch.Tensor:
+        origin = self._twin_of(args[0])
+        kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory", "non_blocking")}
+        out = func(origin, **kwargs)
+        step = () if out.dtype == origin.dtype else (Operation("to", (), out.dtype),)
+        return self._new(out, self._through(origin, _between(origin, out), step), device)
+
+    def _joined(self, func: Any, args: Any, kwargs: dict[str, Any], device: torch.device) -> torch.Tensor:
+        parts = [self._twin_of(t) for t in args[0]]
+        dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+        out = func(parts, dim)
+        slots: Sequence[torch.Tensor]
+        if func is aten.stack.default:
+            slots = out.unbind(dim)
+        else:
+            parts = [p for p in parts if not (p.dim() == 1 and p.numel() == 0)] or parts[:1]
+            slots = out.split([p.shape[dim] for p in parts], dim)
+        pieces: list[Piece] = []
+        for part, slot in zip(parts, slots, strict=True):
+            step = () if part.dtype == slot.dtype else (Operation("to", (), slot.dtype),)
+            pieces += self._through(part, _between(part, slot), step)
+        return self._new(out, pieces, device)
+
+    @staticmethod
+    def _scalars(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int | float, ...] | None:
+        """The scalar arguments of an element-wise op, or None when there is anything else."""
+        if kwargs or not all(isinstance(a, int | float) and not isinstance(a, bool) for a in args) or len(args) > 1:
+            return None
+        return tuple(args)
+
+    def _elementwise(self, func: Any, tensor: Any, scalars: tuple[int | float, ...], device: torch.device) -> Any:
+        origin = self._twin_of(tensor)
+        if func in _ELEMENTWISE:
+            out = func(origin, *scalars)
+            step = Operation(_ELEMENTWISE[func], scalars, out.dtype)
+            return self._new(out, self._through(origin, _between(origin, out), (step,)), device)
+        step = Operation(_ELEMENTWISE_IN_PLACE[func], scalars, origin.dtype)
+        self._write(origin, self._through(origin, _between(origin, origin), (step,)))
+        return tensor
+
+    def _other(self, func: Any, args: Any, kwargs: dict[str, Any], traced: list[torch.Tensor], device: Any) -> Any:
+        """Views pass; every other op is opaque: its results depend on all of its traced inputs."""
+        low_args = self._lowered(args)
+        low_kwargs = {k: self._lowered(v) for k, v in kwargs.items() if k != "device"}
+        try:
+            result = func(*low_args, **low_kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            reason = str(error).splitlines()[0][:120]
+            raise NeedsData(f"{func} ({reason})", self._sources(traced)) from error
+        arguments = func._schema.arguments
+        written = [a for a, s in zip(args, arguments, strict=False) if s.alias_info and s.alias_info.is_write]
+        if not written:
+            return self._results(func, result, traced, device)
+        sources = self._sources(traced)
+        for tensor in _flatten(written):
+            target = self._twin_of(tensor)
+            self._write(target, [Piece(Opaque(str(func), sources), _between(target, target))])
+        return written[0] if len(func._schema.returns) == 1 else result
+
+    def _lowered(self, value: Any) -> Any:
+        """Traced tensors as plain meta tensors; real operands follow them there."""
+        if isinstance(value, torch.Tensor):
+            if self._is_traced(value):
+                return self._twin_of(value)
+            return value.to("meta") if value.device.type != "meta" and value.dim() else value
+        return type(value)(self._lowered(v) for v in value) if isinstance(value, list | tuple) else value
+
+    def _results(self, func: Any, result: Any, traced: list[torch.Tensor], device: torch.device) -> Any:
+        if isinstance(result, list | tuple):
+            return type(result)(self._results(func, r, traced, device) for r in result)
+        if not isinstance(result, torch.Tensor):
+            return result
+        if _storage_id(result) not in self._records:
+            piece = Piece(Opaque(str(func), self._sources(traced)), _between(result, result))
+            return self._new(result, [piece], device)
+        return _as_traced(result, device)
+
+
+def _is_bool(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in (torch.bool, torch.uint8)
+
+
+def _bounds(copy: Copy) -> tuple[int, int]:
+    """First and one past the last destination byte that a copy touches."""
+    if not copy.numel:
+        return copy.dst_offset, copy.dst_offset
+    span = sum((n - 1) * s for n, s in zip(copy.shape, copy.dst_strides, strict=True))
+    return copy.dst_offset, copy.dst_offset + span + copy.dst_itemsize
+
+
+def trace_function(
+    function: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]],
+    sources: Mapping[str, tuple[Sequence[int], torch.dtype]],
+    device: torch.device | str = "cpu",
+) -> dict[str, tuple[tuple[int, ...], torch.dtype, list[Piece]]]:
+    """Trace a function from a dict of named tensors to named tensors.
+
+    Returns for each output its shape, dtype and pieces (destination: its contiguous form).
+    Errors: NeedsData when the function looks at values.
+    """
+    tracer = Tracer()
+    inputs = {name: tracer.source(name, shape, dtype, device) for name, (shape, dtype) in sources.items()}
+    with tracer:
+        result = function(inputs)
+        outputs = dict(result.items() if isinstance(result, Mapping) else result)
+    return {name: (tuple(t.shape), t.dtype, tracer.read(t)) for name, t in outputs.items()}

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ import httpx
 import torch
 
 from harness.checkpoints import read_weights, write_checkpoint
-from harness.generation import completions
+from harness.generation import Completion, completions
 from harness.server import TOKEN, EngineOptions, Server, close_launcher
 
 PASSED_ON = {
@@ -59,46 +60,73 @@ CASES = [
 ]
 
 
+def difference(found: Sequence[Completion], wanted: Sequence[Completion]) -> str:
+    """"equal", or how far apart: prompts with other tokens, and the largest difference of a logprob before that."""
+    if found == wanted:
+        return "equal"
+    worst, other = 0.0, 0
+    for f, w in zip(found, wanted, strict=True):
+        same = next((i for i, (x, y) in enumerate(zip(f.tokens, w.tokens, strict=True)) if x != y), len(f.tokens))
+        other += same < len(f.tokens)
+        worst = max([worst, *(abs(x - y) for x, y in zip(f.logprobs[:same], w.logprobs[:same], strict=True))])
+    return f"DIFFERS(other tokens in {other} of {len(found)}, logprobs by {worst:.2g})"
+
+
+def start_all(wanted: dict[tuple[str, str], Server]) -> dict[tuple[str, str], Server]:
+    """Start the servers together; says which did not start, and why."""
+    begin = time.monotonic()
+    started = {}
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        jobs = {key: pool.submit(made.start) for key, made in wanted.items()}
+        for key, job in jobs.items():
+            if error := job.exception():
+                lines = [line for line in str(error).splitlines() if "EngineCore" in line]
+                print("did not start:", key, "\n".join(lines[-25:]), flush=True)
+            else:
+                started[key] = job.result()
+    print(f"{len(started)} of {len(wanted)} servers in {time.monotonic() - begin:.0f} s", flush=True)
+    return started
+
+
 def fidelity(folder: Path) -> bool:
-    """Push B, A, B in both modes into a server on A; compare with fresh servers on A and B."""
+    """Push B, A, B into a server on A in both modes; compare with fresh servers on B, with and without the plugin."""
     from trainer_client import WeightClient
 
     paths = {(m, s): write_checkpoint(folder / f"{m}-{s}", m, s) for m in {c[1] for c in CASES} for s in (1, 2)}
-    started: dict[tuple[str, str], Server] = {}
-    begin = time.monotonic()
-
-    def start(case: tuple[str, str, tuple[str, ...]], role: str) -> None:
-        name, model, args = case
-        made = server(paths[model, 2 if role == "fresh" else 1], *args, plugin=role == "pushed")
-        started[name, role] = made.start()
-
-    with ThreadPoolExecutor(8) as pool:
-        jobs = {(c[0], role): pool.submit(start, c, role) for c in CASES for role in ("pushed", "fresh")}
-        for key, job in jobs.items():
-            if job.exception():
-                print("did not start:", key, str(job.exception())[-3000:], flush=True)
-    print(f"{len(started)} servers in {time.monotonic() - begin:.0f} s", flush=True)
-    fine = len(started) == len(jobs)
+    roles = {"pushed": (1, True), "fresh": (2, True), "bare": (2, False)}
+    wanted = {
+        (name, role): server(paths[model, seed], *args, plugin=plugin)
+        for name, model, args in CASES
+        for role, (seed, plugin) in roles.items()
+    }
+    started = start_all(wanted)
+    fine = len(started) == len(wanted)
     for name, model, _ in CASES:
-        if (name, "pushed") not in started or (name, "fresh") not in started:
+        if any((name, role) not in started for role in roles):
             continue
-        pushed, fresh = started[name, "pushed"], started[name, "fresh"]
+        pushed = started[name, "pushed"]
         try:
-            want = {2: completions(fresh.url), 1: completions(pushed.url)}
-            again = completions(pushed.url) == want[1]
-            rows = []
+            want = {2: completions(started[name, "fresh"].url), 1: completions(pushed.url)}
+            changed = want[1] != want[2]
+            rows = {
+                "same engine twice": difference(completions(pushed.url), want[1]),
+                "two fresh engines": difference(completions(started[name, "bare"].url), want[2]),
+            }
             with WeightClient([pushed.url], token=TOKEN) as client:
-                for seed, mode in ((2, "shadow"), (1, "in_place"), (2, "in_place"), (1, "shadow"), (2, "shadow")):
+                for n, (seed, mode) in enumerate(((2, "shadow"), (1, "in_place"), (2, "in_place"), (1, "shadow"))):
                     weights = {k: t.cuda() for k, t in read_weights(paths[model, seed]).items()}
                     client.push_weights(weights, mode=mode)  # type: ignore[arg-type]
-                    rows.append(f"{mode}:{'equal' if completions(pushed.url) == want[seed] else 'DIFFERS'}")
-            homes = httpx.get(f"{pushed.url}/nixl/v1/plan", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60)
-            by_home = homes.json()["workers"][0]["nbytes_by_home"]
-            changed = want[1] != want[2]
-            print(f"{name:18} changed={changed} deterministic={again} {' '.join(rows)} homes={by_home}", flush=True)
-            fine &= again and changed and all(r.endswith("equal") for r in rows)
+                    rows[f"push {n + 1} {mode}"] = difference(completions(pushed.url), want[seed])
+            summary = httpx.get(
+                f"{pushed.url}/nixl/v1/plan", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60
+            ).json()["workers"][0]
+            reasons = sorted({d["reason"] for d in summary["destinations"] if d["home"] != "live"})
+            print(f"{name:16} {'changed' if changed else 'NOT CHANGED'}; homes {summary['nbytes_by_home']} {reasons}")
+            for what, found in rows.items():
+                print(f"{'':16} {what:20} {found}", flush=True)
+            fine &= changed and set(rows.values()) == {"equal"}
         except Exception as error:  # noqa: BLE001 - the other cases are worth their table rows
-            print(f"{name:18} FAILED {type(error).__name__}: {str(error)[:1500]}\n{pushed.log_tail(60)}", flush=True)
+            print(f"{name:16} FAILED {type(error).__name__}: {str(error)[:1500]}\n{pushed.log_tail(8)}", flush=True)
             fine = False
     for made in started.values():
         made.kill()

@@ -56,7 +56,9 @@ def trace_load(twin: Twin, weights: Sequence[WeightSpec], live: set[str]) -> Loa
     """
     needs_data: set[str] = set()
     rejected: dict[str, str] = {}
+    adopted: set[str] = set()
     while True:
+        made: dict[str, torch.Tensor] = {}
         tracer = Tracer()
         offered = _Offered(tracer, weights, needs_data | set(rejected))
         try:
@@ -69,6 +71,14 @@ def trace_load(twin: Twin, weights: Sequence[WeightSpec], live: set[str]) -> Loa
                     f"vLLM's loader asks for values that no weight holds ({need.op}); this model cannot be traced"
                 ) from need
             needs_data |= fresh
+        except _TreeChanged as tree:
+            made = tree.made
+            if adopted & made.keys():
+                raise PlanRefused(
+                    f"vLLM's loader makes {', '.join(sorted(made)[:5])} anew, in another form at each load; this "
+                    "model cannot be traced"
+                ) from tree
+            adopted |= made.keys()
         except PlanRefused:
             raise
         except Exception as error:
@@ -78,6 +88,8 @@ def trace_load(twin: Twin, weights: Sequence[WeightSpec], live: set[str]) -> Loa
             rejected[name] = _reason(error)
         finally:
             twin.restore()
+        for path, tensor in made.items():
+            twin.adopt(path, tensor)
     if rejected:
         lines = "; ".join(f"{name}: {reason}" for name, reason in rejected.items())
         raise PlanRefused(
@@ -90,6 +102,14 @@ def trace_load(twin: Twin, weights: Sequence[WeightSpec], live: set[str]) -> Loa
     return LoadTrace(tuple(destinations), frozenset(needs_data))
 
 
+class _TreeChanged(Exception):  # noqa: N818 - a signal, not a failure
+    """The loader made parameters or buffers that the model did not have, or not in this form, when it was created."""
+
+    def __init__(self, made: dict[str, torch.Tensor]) -> None:
+        super().__init__(", ".join(made))
+        self.made = made
+
+
 def _once(twin: Twin, tracer: Tracer, offered: _Offered, live: set[str]) -> list[TracedDestination]:
     targets = twin.destination_tensors()
     keys = twin.storage_keys()
@@ -99,26 +119,38 @@ def _once(twin: Twin, tracer: Tracer, offered: _Offered, live: set[str]) -> list
         before = _tree(twin)
         with tracer:
             twin.load_weights(offered)
-        changed = [path for path, seen in _tree(twin).items() if before.get(path) != seen]
-    if changed:
-        raise PlanRefused(
-            f"vLLM's loader puts new tensors in the place of {', '.join(sorted(changed)[:5])}; a load that changes the "
-            "module tree cannot be traced"
-        )
+        replaced = {p: t for p, t in twin.destination_tensors().items() if before.get(p) != _identity(t)}
+    made = {path: t for path, t in replaced.items() if path not in targets or not _same_form(targets[path], t)}
+    if made:
+        raise _TreeChanged(made)
     out: dict[int, TracedDestination] = {}
     for path, key in key_by_path.items():
         if key in out:
             continue
         info = twin.storages[key]
         names = tuple(p for p, k in key_by_path.items() if k == key)
-        pieces = tuple(tracer.pieces(stand_ins[path]))
+        last = next((replaced[name] for name in names if name in replaced), None)
+        pieces = tuple(tracer.pieces(stand_ins[path]) if last is None else tracer.read(last))
         if any(not isinstance(p.root, Creation) for p in pieces):
             out[key] = TracedDestination(key, names, info.nbytes, all(n in live for n in names), pieces)
     return list(out.values())
 
 
 def _tree(twin: Twin) -> dict[str, tuple[int, int]]:
-    return {p: (id(t), int(t.untyped_storage()._cdata)) for p, t in twin.destination_tensors().items()}
+    return {p: _identity(t) for p, t in twin.destination_tensors().items()}
+
+
+def _identity(tensor: torch.Tensor) -> tuple[int, int]:
+    return id(tensor), int(tensor.untyped_storage()._cdata)
+
+
+def _same_form(old: torch.Tensor, new: torch.Tensor) -> bool:
+    """Whether what a loader puts in the place of a tensor can be written into that tensor's storage instead."""
+    return (
+        (old.shape, old.dtype) == (new.shape, new.dtype)
+        and old.is_contiguous()
+        and old.untyped_storage().nbytes() == old.numel() * old.element_size()
+    )
 
 
 def _with_real_loads(
@@ -131,7 +163,7 @@ def _with_real_loads(
     watch = Watch()
     twin.fill_tensors(zeros)
     try:
-        with engine_context(twin.config, twin.record.model_config, twin.device), watch:
+        with engine_context(twin.config, twin.record.model_config), watch:
             watch.touched.clear()
             twin.load_weights(
                 (w.name, torch.zeros(w.shape, dtype=dtype_of(w.dtype))) for w in weights if w.name in names

@@ -56,6 +56,8 @@ class LoadRecord:
     prefix: str
     checkpoint: list[WeightSpec] = field(default_factory=list)
     live: set[str] = field(default_factory=set)
+    not_live: dict[str, str] = field(default_factory=dict)
+    """The reason, for every tensor that is not live."""
     derived: set[str] = field(default_factory=set)
     """Paths of modules in which processing made tensors that were not there before."""
     state: dict[str, Any] = field(default_factory=dict)
@@ -105,14 +107,15 @@ class Watch(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.touched: set[int] = set()
+        self.touched: dict[int, str] = {}
+        """Storage -> the first op that touched it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if not _is_view(func):
             for tensor in _tensors_in([*args, *kwargs.values()]):
-                self.touched.add(int(tensor.untyped_storage()._cdata))
+                self.touched.setdefault(int(tensor.untyped_storage()._cdata), str(func))
         return out
 
 
@@ -147,16 +150,21 @@ class _Recorder:
         self.loader = loader
         self.model: nn.Module | None = None
         self.checkpoint: dict[str, WeightSpec] = {}
+        self.geometry: dict[str, tuple[Any, ...]] = {}
         self.facts: dict[str, _Fact] = {}
         self.watch = Watch()
         self.before: dict[str, set[int]] = {}
         self.stack = contextlib.ExitStack()
 
+    def created(self, model: nn.Module) -> None:
+        """Before loading. What is on meta now is made, and processed, while it is loaded."""
+        self.geometry = {p: geometry_of(t) for p, t in named_tensors(model) if t.device.type != "meta"}
+
     def loaded(self, model: nn.Module) -> None:
         """Between loading and processing."""
         self.model = model
         for path, tensor in named_tensors(model):
-            if tensor.device.type != "meta":
+            if self.geometry.get(path) == geometry_of(tensor):
                 self.facts[path] = _Fact(weakref.ref(tensor), geometry_of(tensor), digest(tensor))
         self.before = {path: _storages(module) for path, module in model.named_modules()}
         self.stack.enter_context(self.watch)
@@ -164,15 +172,10 @@ class _Recorder:
     def processed(self, record: LoadRecord) -> None:
         assert self.model is not None
         for path, tensor in named_tensors(self.model):
-            fact = self.facts.get(path)
-            untouched = (
-                fact is not None
-                and fact.tensor() is tensor
-                and fact.geometry == geometry_of(tensor)
-                and int(tensor.untyped_storage()._cdata) not in self.watch.touched
-                and fact.digest == digest(tensor)
-            )
-            if untouched:
+            reason = self._why_not_live(self.facts.get(path), tensor)
+            if reason:
+                record.not_live[path] = reason
+            else:
                 record.live.add(path)
         for path, module in self.model.named_modules():
             if _storages(module) - self.before.get(path, set()):
@@ -180,6 +183,18 @@ class _Recorder:
             for name, slot in graph.owned(module):
                 record.state[f"{path}.{name}" if path else name] = state_of(slot.value)
         record.checkpoint = list(self.checkpoint.values())
+
+
+    def _why_not_live(self, fact: _Fact | None, tensor: torch.Tensor) -> str:
+        if fact is None:
+            return "made or processed while loading"
+        if fact.tensor() is not tensor:
+            return "replaced by processing"
+        if fact.geometry != geometry_of(tensor):
+            return "laid out anew by processing"
+        if op := self.watch.touched.get(int(tensor.untyped_storage()._cdata)):
+            return f"processing applies {op} to it"
+        return "" if fact.digest == digest(tensor) else "bytes changed by processing"
 
 
 def _storages(module: nn.Module) -> set[int]:
@@ -212,8 +227,10 @@ def _recording(cls: type) -> type:
         return model
 
     def load_weights(self: Any, model: nn.Module, model_config: Any) -> None:
-        cls.load_weights(self, model, model_config)  # type: ignore[attr-defined]
         recorder = getattr(self, "_nixl_recorder", None)
+        if recorder is not None:
+            recorder.created(model)
+        cls.load_weights(self, model, model_config)  # type: ignore[attr-defined]
         if recorder is not None:
             recorder.loaded(model)
 
@@ -309,14 +326,14 @@ def _to_meta(values: Any) -> Any:
 
 
 @contextlib.contextmanager
-def engine_context(vllm_config: Any, model_config: Any, device: torch.device) -> Iterator[None]:
-    """The surroundings in which vLLM makes and loads a model: current config, default dtype and device, no grad."""
+def engine_context(vllm_config: Any, model_config: Any) -> Iterator[None]:
+    """The surroundings in which vLLM loads and processes a model: current config, default dtype, no grad."""
     from vllm.config import set_current_vllm_config
 
     before = torch.get_default_dtype()
     torch.set_default_dtype(model_config.dtype)
     try:
-        with torch.no_grad(), set_current_vllm_config(vllm_config), device:
+        with torch.no_grad(), set_current_vllm_config(vllm_config):
             yield
     finally:
         torch.set_default_dtype(before)
@@ -377,7 +394,7 @@ class Twin:
         load_device = record.vllm_config.load_config.device
         self.device = torch.device(load_device or record.vllm_config.device_config.device)
         mode = _LargeOnMeta()
-        with engine_context(self.config, record.model_config, self.device), mode:
+        with engine_context(self.config, record.model_config), self.device, mode:
             self.model: nn.Module = initialize_model(
                 vllm_config=self.config, model_config=record.model_config, prefix=record.prefix
             )
@@ -388,6 +405,7 @@ class Twin:
         self._detach_views()
         self.storages: dict[int, TwinStorage] = {}
         self._kept: list[_Kept] = []
+        self._spare: list[torch.Tensor] = []
         self._objects: list[tuple[Any, Any]] = []
         self._snapshot(mode.fill)
 
@@ -436,6 +454,23 @@ class Twin:
             shape, stride, dtype = tensor.shape, tensor.stride(), tensor.dtype
             attributes = dict(tensor.__dict__)
             self._kept.append(_Kept(tensor, key, int(tensor.storage_offset()), shape, stride, dtype, attributes))
+
+    def adopt(self, path: str, like: torch.Tensor) -> None:
+        """A parameter or buffer that the loader makes becomes one that the twin has had since its creation."""
+        parent, _, name = path.rpartition(".")
+        module = self.modules[parent]
+        table: Any = module._parameters if isinstance(like, nn.Parameter) else module._buffers
+        made = torch.empty(like.shape, dtype=like.dtype, device="meta")
+        while int(made.untyped_storage()._cdata) in self.storages:  # an id that a storage of the past had
+            self._spare.append(made)
+            made = torch.empty(like.shape, dtype=like.dtype, device="meta")
+        if isinstance(like, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=False)
+        made.__class__ = getattr(type(like), "traced_base", type(like))
+        made.__dict__.update(like.__dict__)
+        table[name] = made
+        self._objects = [(h, _copied(h) if h is module else state) for h, state in self._objects]
+        self._keep(path, made, {}, set())
 
     def restore(self) -> None:
         """Back to the state at creation: attributes of all objects, tensors on meta or with their creation values."""

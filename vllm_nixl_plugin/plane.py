@@ -136,6 +136,7 @@ class WorkerPlane:
         for c in plan.copies:
             arrived[c.destination] = arrived.get(c.destination, 0) + c.copy_.dst_nbytes
         homes: dict[str, int] = {}
+        why = self.record.not_live if self.record is not None else {}
         for d in plan.destinations:
             homes[d.home] = homes.get(d.home, 0) + d.nbytes
         return {
@@ -145,7 +146,13 @@ class WorkerPlane:
             "unused": list(plan.unused),
             "fallback": list(plan.fallback),
             "destinations": [
-                {"names": list(d.names), "nbytes": d.nbytes, "home": d.home, "received_nbytes": arrived.get(i, 0)}
+                {
+                    "names": list(d.names),
+                    "nbytes": d.nbytes,
+                    "home": d.home,
+                    "reason": next((why[n] for n in d.names if n in why), ""),
+                    "received_nbytes": arrived.get(i, 0),
+                }
                 for i, d in enumerate(plan.destinations)
             ],
         }
@@ -236,6 +243,9 @@ class WorkerPlane:
                 raise UnknownPlan(f"{path} no longer shares its storage with {destination.names[0]}; plan again")
             found = tensor
         assert found is not None
+        if found.untyped_storage().nbytes() != destination.nbytes:
+            record.live.difference_update(destination.names)
+            raise UnknownPlan(f"{destination.names[0]} is not as large as the weights that belong there; plan again")
         return graph.raw_bytes(found)
 
     def _prefill(self, planned: Planned, keys: set[int | str], served: dict[Any, torch.Tensor]) -> None:
@@ -317,9 +327,8 @@ class WorkerPlane:
             assert record is not None
             clock = _Clock(prepared.seconds)
             try:
-                to, of = prepared.live
-                if to:
-                    torch._foreach_copy_(to, of)
+                for served, shadow in zip(*prepared.live, strict=True):
+                    served.copy_(shadow)
                 prepared.change.apply()
                 self._synchronize()
             except Exception as error:
@@ -355,7 +364,7 @@ class WorkerPlane:
         assert record is not None
         twin.restore()
         twin.fill_tensors(self._contents(planned, mode, paths))
-        with engine_context(twin.config, record.model_config, twin.device):
+        with engine_context(twin.config, record.model_config):
             if planned.plan.fallback:
                 specs = {w.name: w for w in planned.plan.weights}
                 assert self._arena is not None
@@ -370,7 +379,7 @@ class WorkerPlane:
         """Storages for the modules that are processed: copies of what arrived, else what creation or the engine has."""
         twin, arena = self.twin, self._arena
         assert arena is not None
-        home = {key: planned.plan.destinations[i] for i, key in enumerate(planned.keys)}
+        index = {key: i for i, key in enumerate(planned.keys)}
         served = dict(self.model.named_modules())
         wanted: dict[int, torch.Tensor] = {}
         keys = twin.storage_keys()
@@ -380,10 +389,12 @@ class WorkerPlane:
                 if key is None or key in wanted:
                     continue
                 info = twin.storages[key]
-                if key in home and (mode == "shadow" or home[key].home != "live"):
+                if key in index and (mode == "shadow" or not _is_live(planned.plan, index[key])):
                     wanted[key] = arena[key].clone()
-                elif key in home or (info.value is None and path in served):
-                    today = _at(self.model, f"{path}.{name}" if path else name)
+                elif key in index:
+                    wanted[key] = self._live_storage(planned, index[key]).clone()
+                elif info.value is None and path in served:
+                    today = dict(graph.tensors(served[path])).get(name)
                     if today is not None and today.untyped_storage().nbytes() == info.nbytes:
                         wanted[key] = graph.raw_bytes(today).clone()
                     else:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -90,13 +91,15 @@ class Launcher:
                 env=_base_environment() | {"LD_PRELOAD": _preloads()},
             )
         self._answers = os.fdopen(answers)
+        self._one_at_a_time = threading.Lock()
 
     def ask(self, **request: Any) -> dict[str, Any]:
         """Send a request and return its answer."""
         assert self._process.stdin
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        answer = self._answers.readline()
+        with self._one_at_a_time:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            answer = self._answers.readline()
         if not answer:
             raise RuntimeError(f"the launcher process ended with {self._process.wait(10)}; its output is above")
         return dict(json.loads(answer))
@@ -110,14 +113,16 @@ class Launcher:
 
 
 _launcher: Launcher | None = None
+_launching = threading.Lock()
 
 
 def launcher() -> Launcher:
     """The launcher of this test session, started at first use."""
     global _launcher  # noqa: PLW0603 - one process, whichever fixture asks first
-    if _launcher is None:
-        _launcher = Launcher()
-    return _launcher
+    with _launching:
+        if _launcher is None:
+            _launcher = Launcher()
+        return _launcher
 
 
 def close_launcher() -> None:

@@ -1,0 +1,54 @@
+"""python -m fidelity [MODEL ...] [--compiled MODEL,...] [--json FILE]: prints one line per model; 1 if any differs."""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from fidelity.runner import Row, as_dict, prepare, run
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="fidelity", description=__doc__)
+    parser.add_argument("models", nargs="*", help="all, when none is named")
+    parser.add_argument("--compiled", action="store_true", help="compiled engines instead of eager ones")
+    parser.add_argument("--json", type=Path, help="write the rows here too")
+    parser.add_argument("--keep", type=Path, help="keep the checkpoints and logs of models that are not equal")
+    parser.add_argument("--details", type=int, default=12, help="lines to show of each difference")
+    options = parser.parse_args()
+    prepare()
+    from fidelity.models import COMPILED, MODELS
+
+    chosen = options.models or (COMPILED if options.compiled else list(MODELS))
+    unknown = [name for name in chosen if name not in MODELS]
+    if unknown:
+        parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(MODELS)}")
+    print(HEAD, flush=True)
+    rows: list[Row] = []
+    for row in run(chosen, compiled=options.compiled, keep=options.keep):
+        rows.append(row)
+        print(line(row), flush=True)
+        if not row.equal:
+            for detail in row.details[-options.details :] if "run" in row.result else row.details[: options.details]:
+                print("    " + detail[:300], flush=True)
+    if options.json:
+        options.json.write_text(json.dumps([as_dict(row) for row in rows]))
+    equal = sum(row.equal for row in rows)
+    bad = [row.model for row in rows if not row.equal and not row.result.startswith("not run")]
+    print(f"{equal} equal, {len(rows) - equal - len(bad)} cannot run here, {len(bad)} wrong {' '.join(bad)}")
+    return 1 if bad else 0
+
+
+HEAD = f"{'model':24}{'layout':8}{'mode':10}{'live kB':>9}{'shadow kB':>11}{'fallback kB':>13}{'s':>7}  result"
+
+
+def line(row: Row) -> str:
+    sizes = f"{row.live / 1e3:9.0f}{row.shadow / 1e3:11.0f}{row.fallback / 1e3:13.0f}"
+    return f"{row.model:24}{row.layout:8}{row.mode:10}{sizes}{row.seconds:7.1f}  {row.result}"
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # an orderly end makes Triton's bindings complain about leaks

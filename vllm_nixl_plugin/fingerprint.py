@@ -1,0 +1,127 @@
+"""What a worker's engine can read, as one checksum per path: the judge of "equal to a freshly started engine".
+
+`fingerprint` walks the object graph of every module (`graph.slots`): parameters, buffers, derived weights, tensors in
+schemes, kernels and closures, and the numbers that kernels take as arguments. Opaque handles, whose memory no tensor
+shows, are seen through by running the layer that holds them on an identity matrix. Left out is what belongs to the
+running engine: tensors in the memory that its runner holds (KV caches, input buffers), and numbers that changed since
+loading. The order is that of the paths, so that two engines compare line by line.
+
+Blocks for as long as reading all weights takes; call it while the engine is idle. No NIXL, no network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm_nixl_plugin import graph
+from vllm_nixl_plugin.model import digest, geometry_of, record_of, state_of
+
+_DEPTH_OF_RUNNER = 4
+_ROWS = 256
+
+
+def fingerprint(worker: Any) -> dict[str, str]:
+    """Checksums of one vLLM worker by path. Two engines are equal when all paths and all checksums are."""
+    model: nn.Module = worker.get_model()
+    record = record_of(model)
+    at_load: Mapping[str, Any] = record.state if record is not None else {}
+    engines = _storages_of_runner(getattr(worker, "model_runner", None))
+    out: dict[str, str] = {}
+    first: dict[int, str] = {}
+    known: dict[tuple[Any, ...], int] = {}
+    for path, module in sorted(model.named_modules()):
+        opaque = False
+        for name, value in _values(module):
+            place = f"{path}.{name}" if path else name
+            if isinstance(value, torch.Tensor):
+                storage = value.untyped_storage()
+                if value.numel() and storage.data_ptr() in engines:
+                    continue
+                out[place] = _line(value, known)
+                if value.numel():
+                    shared = first.setdefault(storage.data_ptr(), place)
+                    out[place] += f" shares {shared}" if shared != place else ""
+            elif graph.is_releasing(value) or isinstance(value, torch.ScriptObject):
+                opaque = True
+            elif isinstance(value, int | float) and at_load.get(place, value) == state_of(value):
+                out[place] = repr(value)
+        if opaque:
+            out[f"{path}()" if path else "()"] = _seen_through(module)
+    return out
+
+
+def differences(a: Mapping[str, str], b: Mapping[str, str]) -> list[str]:
+    """One line for each path on which two fingerprints differ."""
+    return [f"{p}: {a.get(p, 'absent')} | {b.get(p, 'absent')}" for p in sorted(a.keys() | b.keys()) if a.get(p) != b.get(p)]
+
+
+def _line(tensor: torch.Tensor, known: dict[tuple[Any, ...], int]) -> str:
+    shape, stride, dtype, device = geometry = geometry_of(tensor)
+    if device.type == "meta":
+        return f"{dtype}{list(shape)} meta"
+    key = (tensor.data_ptr(), *geometry)
+    if key not in known:
+        known[key] = digest(tensor)
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}{list(stride)} {known[key]:016x}"
+
+
+def _values(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Everything that a module owns by path, each holder once, in the order of the keys whatever order they were set in."""
+    seen = {id(module)}
+    todo: list[tuple[str, Any]] = [("", module)]
+    while todo:
+        prefix, holder = todo.pop(0)
+        for key, slot in sorted(graph.slots(holder).items(), key=lambda item: str(item[0])):
+            path = f"{prefix}.{key}" if prefix else str(key)
+            yield path, slot.value
+            inside = graph.has_slots(slot.value) and not graph.is_releasing(slot.value)
+            if inside and id(slot.value) not in seen:
+                seen.add(id(slot.value))
+                todo.append((path, slot.value))
+
+
+def _storages_of_runner(runner: Any) -> set[int]:
+    """Addresses of the memory that the engine's runner holds itself: KV caches, input and output buffers."""
+    found: set[int] = set()
+    seen: set[int] = set()
+    todo = [(0, runner)]
+    while todo:
+        depth, holder = todo.pop()
+        for slot in graph.slots(holder).values():
+            value = slot.value
+            if isinstance(value, torch.Tensor) and value.device.type != "meta" and value.numel():
+                found.add(value.untyped_storage().data_ptr())
+            elif depth < _DEPTH_OF_RUNNER and graph.has_slots(value) and id(value) not in seen:
+                seen.add(id(value))
+                todo.append((depth + 1, value))
+    return found
+
+
+def _seen_through(module: nn.Module) -> str:
+    """The checksum of what a layer with an opaque handle makes of the identity matrix: its weights, as it applies them."""
+    method, width = getattr(module, "quant_method", None), _width(module)
+    if width is None or not callable(getattr(method, "apply", None)):
+        return f"cannot be seen through ({type(module).__name__})"
+    weight = next((p for p in module.parameters(recurse=False)), None)
+    if weight is None:
+        return f"cannot be seen through ({type(module).__name__} without parameters)"
+    total = 0
+    with torch.no_grad():
+        for start in range(0, width, _ROWS):
+            rows = torch.zeros(min(_ROWS, width - start), width, dtype=weight.dtype, device=weight.device)
+            rows.diagonal(start).fill_(1)
+            result = method.apply(module, rows, None)  # type: ignore[union-attr]
+            total = (total * 31 + digest(result)) & 0xFFFFFFFFFFFFFFFF
+    return f"of identity {width}: {total:016x}"
+
+
+def _width(module: nn.Module) -> int | None:
+    for name in ("input_size_per_partition", "embedding_dim", "in_features"):
+        found = getattr(module, name, None)
+        if isinstance(found, int):
+            return found
+    return None

@@ -56,7 +56,8 @@ def fingerprint(worker: Any) -> dict[str, str]:
 
 def differences(a: Mapping[str, str], b: Mapping[str, str]) -> list[str]:
     """One line for each path on which two fingerprints differ."""
-    return [f"{p}: {a.get(p, 'absent')} | {b.get(p, 'absent')}" for p in sorted(a.keys() | b.keys()) if a.get(p) != b.get(p)]
+    unlike = [p for p in sorted(a.keys() | b.keys()) if a.get(p) != b.get(p)]
+    return [f"{p}: {a.get(p, 'absent')} | {b.get(p, 'absent')}" for p in unlike]
 
 
 def _line(tensor: torch.Tensor, known: dict[tuple[Any, ...], int]) -> str:
@@ -70,7 +71,7 @@ def _line(tensor: torch.Tensor, known: dict[tuple[Any, ...], int]) -> str:
 
 
 def _values(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Everything that a module owns by path, each holder once, in the order of the keys whatever order they were set in."""
+    """Everything that a module owns by path, each holder once, in the order of the keys."""
     seen = {id(module)}
     todo: list[tuple[str, Any]] = [("", module)]
     while todo:
@@ -102,7 +103,7 @@ def _storages_of_runner(runner: Any) -> set[int]:
 
 
 def _seen_through(module: nn.Module) -> str:
-    """The checksum of what a layer with an opaque handle makes of the identity matrix: its weights, as it applies them."""
+    """The checksum of what a layer with an opaque handle makes of the identity matrix."""
     method, width = getattr(module, "quant_method", None), _width(module)
     if width is None or not callable(getattr(method, "apply", None)):
         return f"cannot be seen through ({type(module).__name__})"

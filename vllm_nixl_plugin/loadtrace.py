@@ -102,7 +102,7 @@ def trace_load(twin: Twin, weights: Sequence[WeightSpec], live: set[str]) -> Loa
     return LoadTrace(tuple(destinations), frozenset(needs_data))
 
 
-class _TreeChanged(Exception):  # noqa: N818 - a signal, not a failure
+class _TreeChanged(Exception):
     """The loader made parameters or buffers that the model did not have, or not in this form, when it was created."""
 
     def __init__(self, made: dict[str, torch.Tensor]) -> None:

@@ -71,6 +71,7 @@ class WorkerPlane:
         self._prefilled: dict[int | str, tuple[int, int]] = {}
         self._base_complete = False
         self._prepared: _PreparedInstall | None = None
+        self._twin_in_use = False
 
     # Identity
 
@@ -117,6 +118,7 @@ class WorkerPlane:
             self._planned[id(planned.plan)] = (planned, manifest.partial)
             while len(self._planned) > _MAX_PLANS:
                 self._planned.popitem(last=False)
+            self._agent = self._agent or self._new_agent()  # half a second that no request has to wait for
             return planned.plan
 
     def _unwritten(self, found: LoadTrace) -> set[str]:
@@ -344,8 +346,9 @@ class WorkerPlane:
 
     def _release_twin(self) -> None:
         self._prepared = None
-        if self.record is not None and self.record.twin is not None:
-            self.record.twin.restore()
+        if self._twin_in_use:
+            self._twin_in_use = False
+            self.twin.restore()
 
     def _captured(self) -> bool:
         config = self.worker.vllm_config
@@ -362,6 +365,7 @@ class WorkerPlane:
     def _process(self, planned: Planned, mode: Mode, paths: set[str]) -> None:
         twin, record = self.twin, self.record
         assert record is not None
+        self._twin_in_use = True
         twin.restore()
         twin.fill_tensors(self._contents(planned, mode, paths))
         with engine_context(twin.config, record.model_config):

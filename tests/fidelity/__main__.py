@@ -1,4 +1,4 @@
-"""python -m fidelity [MODEL ...] [--compiled MODEL,...] [--json FILE]: prints one line per model; 1 if any differs."""
+"""python -m fidelity [MODEL ...] [--compiled] [--tp N]: prints one line per model; ends with 1 if any differs."""
 
 import argparse
 import json
@@ -13,20 +13,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="fidelity", description=__doc__)
     parser.add_argument("models", nargs="*", help="all, when none is named")
     parser.add_argument("--compiled", action="store_true", help="compiled engines instead of eager ones")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel workers")
     parser.add_argument("--json", type=Path, help="write the rows here too")
     parser.add_argument("--keep", type=Path, help="keep the checkpoints and logs of models that are not equal")
     parser.add_argument("--details", type=int, default=12, help="lines to show of each difference")
     options = parser.parse_args()
     prepare()
-    from fidelity.models import COMPILED, MODELS
+    from fidelity.models import COMPILED, MODELS, TP2
 
-    chosen = options.models or (COMPILED if options.compiled else list(MODELS))
+    chosen = options.models or (COMPILED if options.compiled else TP2 if options.tp > 1 else list(MODELS))
     unknown = [name for name in chosen if name not in MODELS]
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(MODELS)}")
     print(HEAD, flush=True)
     rows: list[Row] = []
-    for row in run(chosen, compiled=options.compiled, keep=options.keep):
+    for row in run(chosen, compiled=options.compiled, tp=options.tp, keep=options.keep):
         rows.append(row)
         print(line(row), flush=True)
         if not row.equal:

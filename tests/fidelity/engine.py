@@ -17,26 +17,35 @@ _kept: list[Any] = []  # an orderly end costs a second, and the process is about
 
 def fresh(path: Path, runner: str, args: dict[str, Any]) -> dict[str, Any]:
     """What a freshly started engine on a checkpoint gives."""
-    llm, worker = _start(path, runner, args)
-    _kept.append(llm)
-    return _observed(llm, worker, runner)
+    return _observed(_start(path, runner, args), runner)
 
 
 def pushed(start: Path, targets: list[Path], runner: str, args: dict[str, Any]) -> dict[str, Any]:
     """What an engine that started from one checkpoint gives after each of several pushes."""
-    from vllm_nixl_plugin.plane import create_plane
-
-    llm, worker = _start(start, runner, args)
-    _kept.append(llm)
-    plane = create_plane(worker)
-    plane._agent = _NoFabric()
-    steps = [_observed(llm, worker, runner)]
+    llm = _start(start, runner, args)
+    steps = [_observed(llm, runner)]
     report: dict[str, Any] = {}
     for target, mode in zip(targets, MODES, strict=False):
-        report = _push(plane, target, mode)
+        reports = llm.collective_rpc(_push, args=(str(target), mode))
+        report = _sum_of(reports)
         llm.reset_prefix_cache()
-        steps.append(_observed(llm, worker, runner))
+        _reset_encoder_cache(llm)
+        steps.append(_observed(llm, runner))
     return {"steps": steps, **report}
+
+
+def _sum_of(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """The report of the first worker, with the bytes of all."""
+    homes: dict[str, int] = {}
+    for report in reports:
+        for home, nbytes in report["homes"].items():
+            homes[home] = homes.get(home, 0) + nbytes
+    return reports[0] | {"homes": homes}
+
+
+def _reset_encoder_cache(llm: Any) -> None:
+    """The engine's own pause drops it; a push without the pause has to ask."""
+    llm.llm_engine.engine_core.reset_encoder_cache()
 
 
 class _NoFabric:
@@ -51,30 +60,34 @@ class _NoFabric:
         return object()
 
 
-def _start(path: Path, runner: str, args: dict[str, Any]) -> tuple[Any, Any]:
+def _start(path: Path, runner: str, args: dict[str, Any]) -> Any:
     import torch._dynamo
     from vllm import LLM
 
+    from fidelity import odd
     from vllm_nixl_plugin.model import install_hook
 
     install_hook()
+    odd.register()
     torch._dynamo.config.disable = args.get("enforce_eager", True)
-    kind = {} if runner == "generate" else {"runner": "pooling", "convert": runner}
+    kind = {} if runner in ("generate", "see") else {"runner": "pooling", "convert": runner}
     defaults = {"enforce_eager": True, "dtype": "bfloat16", "max_model_len": 128, "max_num_seqs": 4, "seed": 0,
                 "kv_cache_memory_bytes": 1 << 26}
     llm = LLM(model=str(path), skip_tokenizer_init=runner == "generate", **{**defaults, **kind, **args})
-    return llm, llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    _kept.append(llm)
+    return llm
 
 
-def _observed(llm: Any, worker: Any, runner: str) -> dict[str, Any]:
+def _observed(llm: Any, runner: str) -> dict[str, Any]:
     import torch
     from vllm import SamplingParams
 
-    from vllm_nixl_plugin.fingerprint import fingerprint
-
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     outputs: list[Any] = []
-    if runner == "generate":
+    if runner == "see":
+        image = {"multi_modal_data": {"image": _image()}}
+        prompts = [{"prompt_token_ids": [1, 513, 512, 514, *prompt], **image} for prompt in PROMPTS]
+    if runner in ("generate", "see"):
         params = SamplingParams(max_tokens=8, temperature=0, logprobs=5, detokenize=False, ignore_eos=True)
         for done in llm.generate(prompts, params, use_tqdm=False):
             found = done.outputs[0]
@@ -84,15 +97,56 @@ def _observed(llm: Any, worker: Any, runner: str) -> dict[str, Any]:
         for done in getattr(llm, runner)(prompts, use_tqdm=False):
             result = done.outputs.embedding if runner == "embed" else done.outputs.probs
             outputs.append(torch.as_tensor(result).float().tolist())
-    return {"outputs": outputs, "fingerprint": fingerprint(worker)}
+    prints = llm.collective_rpc(_fingerprint)
+    several = len(prints) > 1
+    merged = {f"worker {n}: {p}" if several else p: v for n, of in enumerate(prints) for p, v in of.items()}
+    return {"outputs": outputs, "fingerprint": merged}
 
 
-def _push(plane: Any, target: Path, mode: str) -> dict[str, Any]:
+def _image() -> Any:
+    import numpy as np
+    from PIL import Image
+
+    return Image.fromarray(np.arange(32 * 32 * 3, dtype=np.uint32).reshape(32, 32, 3).astype(np.uint8))
+
+
+# What follows runs in the workers.
+
+
+def _fingerprint(worker: Any) -> dict[str, str]:
+    from vllm_nixl_plugin.fingerprint import fingerprint
+
+    return fingerprint(_real(worker))
+
+
+def _real(worker: Any) -> Any:
+    """The worker itself; vLLM hands out its wrapper."""
+    return getattr(worker, "worker", None) or worker
+
+
+class _NoFabric:
+    """In the place of a NIXL agent: writes are made by this process itself."""
+
+    name = "none"
+
+    def metadata(self) -> bytes:
+        return b""
+
+    def register(self, regions: Any) -> object:
+        return object()
+
+
+def _push(worker: Any, target: str, mode: str) -> dict[str, Any]:
     from harness.checkpoints import read_weights
-
+    from vllm_nixl_plugin.plane import create_plane
     from vllm_nixl_plugin.wire import Manifest, WeightSpec, decode_plan, encode_plan
 
-    weights = read_weights(target)
+    worker = _real(worker)
+    plane = worker.__dict__.get("fidelity_plane")
+    if plane is None:
+        plane = worker.fidelity_plane = create_plane(worker)
+        plane._agent = _NoFabric()
+    weights = read_weights(Path(target))
     begin = time.perf_counter()
     manifest = Manifest(
         weights=[

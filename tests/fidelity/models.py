@@ -1,5 +1,6 @@
 """Tiny random checkpoints of many architectures, and how vLLM runs each."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,7 +8,9 @@ from typing import Any
 
 import torch
 import transformers as tf
+from safetensors.torch import load_file, save_file
 
+from fidelity.quantized import quantize
 from harness.checkpoints import _write_tokenizer
 
 _DENSE: dict[str, Any] = {
@@ -37,17 +40,31 @@ _SCALES = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multipl
 
 @dataclass(frozen=True)
 class Model:
-    """``build``: the transformers model; ``runner``: generate, embed or classify; ``args``: more for `vllm.LLM`."""
+    """``build``: makes the model; ``runner``: generate, see, embed or classify; ``args``: more for `vllm.LLM`."""
 
     build: Callable[[], tf.PreTrainedModel]
     runner: str = "generate"
     args: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.bfloat16
+    processor: str | None = None
+    """Writes what a model that sees needs beside its weights."""
+    quantize: str | None = None
+    """A form that the linears of the checkpoint are packed into."""
+    names: Callable[[str], str] | None = None
+    """Where vLLM and this transformers differ: vLLM's name of a tensor in the checkpoint."""
 
 
 def _lm(name: str, **config: Any) -> Model:
     """The causal model and configuration that transformers has under a common name."""
     return Model(lambda: getattr(tf, f"{name}ForCausalLM")(getattr(tf, f"{name}Config")(**config)))
+
+
+IMAGE_TOKEN = 512
+
+def _odd(kind: str) -> Model:
+    """Llama with a loader of odd.py."""
+    args = {"hf_overrides": {"architectures": [f"{kind}ForCausalLM"]}}
+    return Model(lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**_DENSE)), args=args)
 
 
 MODELS: dict[str, Model] = {
@@ -107,7 +124,8 @@ MODELS: dict[str, Model] = {
     "qwen3-moe-wide": _lm("Qwen3Moe", **_WIDE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=512),
     "olmoe": _lm("Olmoe", **_DENSE, num_experts=8, num_experts_per_tok=2),
     "phimoe": Model(lambda: tf.PhimoeForCausalLM(tf.PhimoeConfig(
-        **_DENSE, num_local_experts=4, num_experts_per_tok=2, attention_bias=True, lm_head_bias=True)), args={"hf_overrides": {"architectures": ["PhiMoEForCausalLM"]}}),
+        **_DENSE, num_local_experts=4, num_experts_per_tok=2, attention_bias=True, lm_head_bias=True)),
+        args={"hf_overrides": {"architectures": ["PhiMoEForCausalLM"]}}),
     "deepseek-v2": _lm("DeepseekV2", **_MLA, topk_method="greedy"),
     "deepseek-v3": _lm("DeepseekV3", **_MLA | {"q_lora_rank": 64}, topk_method="noaux_tc", scoring_func="sigmoid"),
     "glm4-moe": _lm("Glm4Moe", **_HEADS, n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=2, n_group=1,
@@ -146,6 +164,31 @@ MODELS: dict[str, Model] = {
                       linear_key_head_dim=128, linear_value_head_dim=128, full_attention_interval=2),
     "lfm2": _lm("Lfm2", **_DENSE, layer_types=["conv", "full_attention"], conv_dim=128, block_dim=128,
                 block_auto_adjust_ff_dim=False),
+    # quantized checkpoints, and quantization while loading
+    "llama-w8a8": Model(lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**_DENSE)), quantize="w8a8"),
+    "llama-w4a16": Model(lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**_DENSE)), quantize="w4a16"),
+    "llama-awq": Model(lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**_DENSE)), quantize="awq"),
+    "llama-gptq": Model(lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**_DENSE)), quantize="gptq"),
+    "qwen3-moe-w8a8": Model(lambda: tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(
+        **_HEADS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)), quantize="w8a8"),
+    "llama-fp8-online": Model(lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**_DENSE)), args={"quantization": "fp8"}),
+    "qwen3-moe-int8-online": Model(lambda: tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(
+        **_HEADS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)),
+        args={"quantization": "experts_int8"}),
+    # vision and language
+    "llava": Model(lambda: tf.LlavaForConditionalGeneration(tf.LlavaConfig(
+        vision_config=tf.CLIPVisionConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=3,
+                                          num_attention_heads=2, image_size=32, patch_size=8, projection_dim=64),
+        text_config=tf.LlamaConfig(**_DENSE | {"vocab_size": 640}), image_token_index=IMAGE_TOKEN)), "see",
+        processor="llava",
+        names=lambda name: re.sub("^(model.)?vision_tower.(?!vision_model)", "vision_tower.vision_model.", name)),
+    "qwen2-vl": Model(lambda: tf.Qwen2VLForConditionalGeneration(tf.Qwen2VLConfig(
+        text_config=_DENSE | {"vocab_size": 640, "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}},
+        vision_config={"depth": 2, "embed_dim": 64, "hidden_size": 128, "num_heads": 2, "mlp_ratio": 2, "patch_size": 8,
+                       "spatial_merge_size": 2, "temporal_patch_size": 2},
+        image_token_id=IMAGE_TOKEN, vision_start_token_id=IMAGE_TOKEN + 1, vision_end_token_id=IMAGE_TOKEN + 2,
+        video_token_id=IMAGE_TOKEN + 3)), "see", processor="qwen-vl"),
     # pooling
     "qwen3-embedding": Model(lambda: tf.Qwen3Model(tf.Qwen3Config(**_HEADS)), "embed"),
     "qwen2-reward": Model(
@@ -160,6 +203,12 @@ MODELS: dict[str, Model] = {
     "modernbert-embedding": Model(lambda: tf.ModernBertModel(tf.ModernBertConfig(
         vocab_size=512, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=256,
         pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2)), "embed"),
+    # loaders that do what a trace cannot or can hardly follow (odd.py)
+    "odd-looks": _odd("Looks"),
+    "odd-exponentiates": _odd("Exponentiates"),
+    "odd-merges": _odd("Merges"),
+    "odd-replaces": _odd("Replaces"),
+    "odd-notes": _odd("Notes"),
 }  # fmt: skip
 
 
@@ -178,6 +227,36 @@ def random_model(name: str, seed: int) -> tf.PreTrainedModel:
     return model
 
 
+def _write_llava_processor(path: Path) -> None:
+    size = {"height": 32, "width": 32}
+    images = tf.CLIPImageProcessor(size=size, crop_size=size, do_resize=True, do_center_crop=False)
+    tf.LlavaProcessor(
+        images, _seeing_tokenizer(path, "<image>"), patch_size=8, vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    ).save_pretrained(path)  # fmt: skip
+
+
+def _write_qwen_vl_processor(path: Path) -> None:
+    tokenizer = _seeing_tokenizer(path, "<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
+    sizes = {"patch_size": 8, "merge_size": 2, "temporal_patch_size": 2}
+    pixels = {"size": {"shortest_edge": 256, "longest_edge": 1024}}
+    tf.Qwen2VLProcessor(
+        tf.Qwen2VLImageProcessor(**sizes, **pixels), tokenizer, tf.Qwen2VLVideoProcessor(**sizes, **pixels)
+    ).save_pretrained(path)
+
+
+_PROCESSORS = {"llava": _write_llava_processor, "qwen-vl": _write_qwen_vl_processor}
+
+
+def _seeing_tokenizer(path: Path, *special: str) -> tf.PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint, with special tokens from `IMAGE_TOKEN` on."""
+    tokenizer = tf.AutoTokenizer.from_pretrained(path)
+    tokenizer.add_tokens([f"<{number}>" for number in range(len(tokenizer), IMAGE_TOKEN)])
+    for token in special:
+        tokenizer.add_special_tokens({"additional_special_tokens": [token]}, replace_extra_special_tokens=False)
+    return tokenizer
+
+
 def _scale(tensor: torch.Tensor) -> float:
     return float(1.28 / max(tensor.shape[-1], 16) ** 0.5)
 
@@ -186,8 +265,16 @@ def write_checkpoints(seeds: dict[str, int], name: str) -> None:
     """One checkpoint for each path, of its seed."""
     for path, seed in seeds.items():
         random_model(name, seed).save_pretrained(path)
+        if MODELS[name].quantize:
+            quantize(Path(path), MODELS[name].quantize)
+        rename = MODELS[name].names
+        for file in Path(path).glob("*.safetensors") if rename is not None else ():
+            save_file({rename(key): tensor for key, tensor in load_file(file).items()}, file, {"format": "pt"})
         if MODELS[name].runner != "generate":
             _write_tokenizer(Path(path))
+        if MODELS[name].processor is not None:
+            _PROCESSORS[MODELS[name].processor](Path(path))
 
 
 COMPILED = ["llama", "qwen3-tied", "gemma2", "gpt2", "qwen3-moe", "deepseek-v2", "mamba2", "granite-hybrid"]
+TP2 = ["llama", "qwen3-tied", "phi3", "gpt2", "falcon", "gemma3", "qwen3-moe", "gpt-oss", "deepseek-v2", "mamba2"]

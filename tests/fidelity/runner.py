@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -21,6 +22,7 @@ ENVIRONMENT = {
     "VLLM_PLUGINS": "",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",  # the machine is shared, and layers this small gain nothing
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # collective_rpc takes functions then
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
@@ -63,12 +65,15 @@ def prepare() -> None:
     import torch
 
     torch.cpu._init_amx()
+    from fidelity.vision import provide
+
+    provide()
     from harness.launcher import fork_instead_of_spawn, import_vllm
 
     import_vllm()
-    import fidelity.models
-    import harness.checkpoints  # noqa: F401
     import vllm
+
+    import harness.checkpoints  # noqa: F401
     import vllm_nixl_plugin.fingerprint
     import vllm_nixl_plugin.plane  # noqa: F401
 
@@ -76,18 +81,21 @@ def prepare() -> None:
     fork_instead_of_spawn()
 
 
-def run(names: list[str], *, compiled: bool = False, keep: Path | None = None, timeout_s: float = 300) -> Iterator[Row]:
+def run(
+    names: list[str], *, compiled: bool = False, tp: int = 1, keep: Path | None = None, timeout_s: float = 300
+) -> Iterator[Row]:
     for name in names:
         with tempfile.TemporaryDirectory(prefix="fidelity-") as folder:
-            yield _one(name, compiled, Path(folder), timeout_s, keep)
+            yield _one(name, compiled, tp, Path(folder), timeout_s, keep)
 
 
-def _one(name: str, compiled: bool, folder: Path, timeout_s: float, keep: Path | None) -> Row:
+def _one(name: str, compiled: bool, tp: int, folder: Path, timeout_s: float, keep: Path | None) -> Row:
     from fidelity.models import MODELS
 
     spec = MODELS[name]
-    row = Row(name, "tp1", "compiled" if compiled else "eager")
+    row = Row(name, f"tp{tp}", "compiled" if compiled else "eager")
     args = spec.args | ({"enforce_eager": False} if compiled else {})
+    args |= {"tensor_parallel_size": tp} if tp > 1 else {}
     begin = time.monotonic()
 
     def child(function: str, *arguments: Any) -> Any:
@@ -170,7 +178,7 @@ def in_child(function: Callable[[], Any], folder: Path, timeout_s: float) -> Any
     text = log.read_text(errors="replace")
     if status == 0 and answer.exists():
         return json.loads(answer.read_text())
-    lines = [line for line in text.strip().splitlines() if line.strip()]
+    lines = [line for line in text.splitlines() if re.match(r"[\w.]*(Error|Exception|Refused|Failed|Restart)\b", line)]
     if status is None:
         reason = f"did not end in {timeout_s:.0f} s"
     elif status < 0:

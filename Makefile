@@ -4,7 +4,7 @@ BIN := .venv/bin
 PYTEST_ARGS ?=
 export PIP_ARGS
 
-.PHONY: setup lint test test-fast demo clean
+.PHONY: setup lint test test-fast fidelity demo clean
 
 setup:  ## the CPU environment in .venv (nothing to do while its inputs are the same)
 	$(PYTHON) scripts/setup_cpu.py
@@ -19,6 +19,14 @@ test: lint  ## everything that runs without a GPU, real servers included
 
 test-fast: setup  ## no server, nothing slow
 	$(BIN)/python -m pytest -m "not server and not slow" $(PYTEST_ARGS)
+
+FIDELITY_ARGS ?=
+fidelity: setup  ## every architecture of tests/fidelity: eager, then samples compiled and on two workers; about 20 minutes
+	PYTHONPATH=tests $(BIN)/python -m fidelity $(FIDELITY_ARGS)
+ifeq ($(FIDELITY_ARGS),)
+	PYTHONPATH=tests $(BIN)/python -m fidelity --compiled
+	PYTHONPATH=tests $(BIN)/python -m fidelity --tp 2
+endif
 
 demo: setup
 	$(BIN)/python examples/demo.py

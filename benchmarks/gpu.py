@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -265,53 +266,157 @@ class Stream:
         return max((gap for at, gap in self.gaps if at >= since), default=float("nan"))
 
 
-def speed(folder: Path, layers: int, trainer: str, served: int, repeat: int) -> bool:
+class OwnEngine:
+    """vLLM's own weight-transfer engine of the same server, driven as its documentation says: pause, start, update,
+    finish, resume. ``backend``: ``ipc`` (trainer on the server's GPU) or ``nccl``."""
+
+    def __init__(self, url: str, backend: str) -> None:
+        self._http = httpx.Client(base_url=url, timeout=300)
+        self._url, self._backend = url, backend
+        self._group: Any = None
+        if backend == "nccl":
+            from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                port = listener.getsockname()[1]
+            info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+            with ThreadPoolExecutor(1) as pool:
+                joined = pool.submit(self._post, "/init_weight_transfer_engine", {"init_info": info})
+                self._group = NCCLWeightTransferEngine.trainer_init(info)
+                joined.result()
+        else:
+            self._post("/init_weight_transfer_engine", {"init_info": {}})
+
+    def _post(self, path: str, body: dict[str, Any] | None = None) -> None:
+        answer = self._http.post(path, json=body)
+        if answer.status_code != 200:
+            raise RuntimeError(f"{path}: {answer.status_code} {answer.text[:500]}")
+
+    def push_s(self, weights: dict[str, torch.Tensor]) -> float:
+        """Seconds from pause to serving again."""
+        begin = time.perf_counter()
+        self._post("/pause?mode=keep")
+        self._post("/start_weight_update")
+        if self._backend == "nccl":
+            from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+            info = {
+                "names": list(weights),
+                "dtype_names": [str(t.dtype).removeprefix("torch.") for t in weights.values()],
+                "shapes": [list(t.shape) for t in weights.values()],
+                "packed": True,
+            }
+            with ThreadPoolExecutor(1) as pool:
+                updated = pool.submit(self._post, "/update_weights", {"update_info": info})
+                NCCLWeightTransferEngine.trainer_send_weights(
+                    iter(weights.items()), {"group": self._group, "packed": True}
+                )
+                updated.result()
+        else:
+            from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+
+            IPCWeightTransferEngine.trainer_send_weights(
+                iter(weights.items()), {"send_mode": "http", "url": self._url}
+            )
+        self._post("/finish_weight_update")
+        self._post("/resume")
+        return time.perf_counter() - begin
+
+
+def nccl_broadcast_s(source: torch.Tensor, device: str) -> float:
+    """Seconds of an NCCL broadcast of the tensor from its GPU to another."""
+    target = torch.empty_like(source, device=device)
+    seconds = []
+    for _ in range(4):
+        begin = time.perf_counter()
+        torch.cuda.nccl.broadcast([source, target])
+        for gpu in (source.device, target.device):
+            torch.cuda.synchronize(gpu)
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds[1:])
+
+
+def measured(client: Any, weights: dict[str, torch.Tensor], url: str, mode: str, repeat: int) -> dict[str, float]:
+    """Median seconds by stage of pushes after the first; then the longest gap in a stream of tokens during two more."""
+    taken: dict[str, list[float]] = {}
+    for number in range(repeat + 1):
+        begin = time.perf_counter()
+        report = client.push_weights(weights, mode=mode)
+        seconds = dict(report.servers[0].seconds) | {"whole": time.perf_counter() - begin}
+        if number == 0:
+            print(f"{mode} first push:", {k: round(v * 1e3, 1) for k, v in seconds.items()}, "ms", flush=True)
+            continue
+        for stage, value in seconds.items():
+            taken.setdefault(stage, []).append(value)
+    answer = httpx.get(f"{url}/nixl/v1/status", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=30).json()
+    timings = {k: round(v * 1e3, 1) for k, v in answer["last"]["timings"].items()}
+    print(f"{mode} server timings:", timings, "ms", flush=True)
+    stages = {stage: statistics.median(values) for stage, values in taken.items()}
+    with Stream(url) as stream:
+        stages["gap_idle"] = stream.longest(0.0)
+        begin = time.perf_counter()
+        for _ in range(2):
+            client.push_weights(weights, mode=mode)
+            time.sleep(0.3)
+        stages["gap"] = stream.longest(begin)
+    return stages
+
+
+def speed(folder: Path, layers: int, trainer: str, served: int, repeat: int, baseline: str, quantization: str) -> bool:
     from trainer_client import WeightClient
 
     path = write_config(folder / "large", layers)
-    with server(path, "--load-format", "dummy", CUDA_VISIBLE_DEVICES=str(served)) as large:
+    args = ["--load-format", "dummy", "--weight-transfer-config", json.dumps({"backend": baseline})]
+    args += ["--quantization", quantization] if quantization else []
+    env = {"CUDA_VISIBLE_DEVICES": str(served), "VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    device = torch.device(trainer)
+    torch.cuda.set_device(device)
+    with server(path, *args, **env) as large:
         print(f"server up in {large.start_s:.0f} s", flush=True)
         weights = trainer_weights(path, trainer)
         nbytes = sum(t.nbytes for t in weights.values())
-        rows: dict[str, dict[str, float]] = {}
-        with WeightClient([large.url], token=TOKEN, interfaces=None) as client, Stream(large.url) as stream:
+        before = torch.cuda.mem_get_info(served)[0]
+        with WeightClient([large.url], token=TOKEN) as client:
+            rows = {}
             for mode in ("in_place", "shadow"):
-                taken: dict[str, list[float]] = {}
-                for number in range(repeat + 1):
-                    begin = time.perf_counter()
-                    report = client.push_weights(weights, mode=mode)  # type: ignore[arg-type]
-                    whole = time.perf_counter() - begin
-                    seconds = dict(report.servers[0].seconds) | {"whole": whole}
-                    time.sleep(0.5)
-                    seconds["gap"] = stream.longest(begin)
-                    if number == 0:
-                        print(mode, "first push:", {k: round(v, 4) for k, v in seconds.items()}, flush=True)
-                        continue
-                    for stage, value in seconds.items():
-                        taken.setdefault(stage, []).append(value)
-                rows[mode] = {stage: statistics.median(values) for stage, values in taken.items()}
-                last = httpx.get(
-                    f"{large.url}/nixl/v1/status", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=30
-                ).json()["last"]
-                print(mode, "server timings:", {k: round(v, 4) for k, v in last["timings"].items()}, flush=True)
+                rows[mode] = measured(client, weights, large.url, mode, repeat)
+                rows[mode]["extra_bytes"] = before - torch.cuda.mem_get_info(served)[0]
+        own: float | None = None
+        try:
+            engine = OwnEngine(large.url, baseline)
+            own = statistics.median([engine.push_s(weights) for _ in range(3)][1:])
+        except Exception as error:  # noqa: BLE001 - the rest of the table stands without it
+            print(f"vLLM's own engine {baseline}: {type(error).__name__}: {str(error)[:800]}", flush=True)
         del weights
         torch.cuda.empty_cache()
         source = torch.empty(nbytes, dtype=torch.uint8, device=trainer)
         target = f"cuda:{served}"
-        copied = copy_s(source, target)
-        local = copied if trainer == target else copy_s(source, trainer)
+        across = copy_s(source, target)
+        local = across if trainer == target else copy_s(source, trainer)
         raw = raw_write_s(nbytes, source, served)
+        nccl = None if trainer == target else nccl_broadcast_s(source, target)
     gb = nbytes / 1e9
     card = torch.cuda.get_device_name(0)
-    print(f"\nmodel {gb:.2f} GB, trainer {trainer}, server cuda:{served}, {card}, torch {torch.__version__}")
-    print(f"copy between the two {copied * 1e3:8.1f} ms {gb / copied:8.0f} GB/s")
-    print(f"copy on one device   {local * 1e3:8.1f} ms {gb / local:8.0f} GB/s")
-    print(f"raw NIXL WRITE       {raw * 1e3:8.1f} ms {gb / raw:8.0f} GB/s")
-    for mode, stages in rows.items():
-        print(f"{mode:10}", "  ".join(f"{k} {v * 1e3:.1f}" for k, v in stages.items()), "ms")
-        wire, whole = copied / stages["wire"], stages["whole"] / stages["wire"]
-        print(f"{'':10} wire rate / copy rate {wire:.3f}   whole / wire {whole:.2f}")
-    print(json.dumps({"nbytes": nbytes, "copy_s": copied, "local_copy_s": local, "raw_s": raw, "rows": rows}))
+    kind = quantization or "bf16"
+    print(f"\nmodel {gb:.2f} GB {kind}, trainer {trainer}, server {target}, {card}, torch {torch.__version__}")
+    for name, seconds in (("copy between the two", across), ("copy on one device", local), ("raw NIXL WRITE", raw),
+                          ("NCCL broadcast", nccl), (f"vLLM's own {baseline}, whole push", own)):  # fmt: skip
+        if seconds is not None:
+            print(f"{name:28} {seconds * 1e3:9.1f} ms {gb / seconds:8.0f} GB/s")
+    for mode, s in rows.items():
+        print(f"{mode:10}", "  ".join(f"{k} {v * 1e3:.1f}" for k, v in s.items() if k != "extra_bytes"), "ms")
+        ratios = {
+            "wire rate / copy rate": across / s["wire"],
+            "wire rate / raw WRITE rate": raw / s["wire"],
+            "whole / wire": s["whole"] / s["wire"],
+            "(pause + install + resume) / local copy": (s["pause"] + s["install"] + s["resume"]) / local,
+            "extra device bytes / model": s["extra_bytes"] / nbytes,
+        }
+        if own is not None:
+            ratios[f"vLLM's own {baseline} / whole"] = own / s["whole"]
+        print(f"{'':10}", "  ".join(f"{k} {v:.3f}" for k, v in ratios.items()))
+    print(json.dumps({"nbytes": nbytes, "copy_s": across, "local_copy_s": local, "raw_s": raw, "nccl_s": nccl,
+                      "own_s": own, "rows": rows}), flush=True)  # fmt: skip
     return True
 
 
@@ -321,14 +426,20 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--trainer", default="cuda:0", help="device of the trainer's weights")
     parser.add_argument("--server-gpu", type=int, default=0)
-    parser.add_argument("--repeat", type=int, default=4)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--baseline", choices=["ipc", "nccl"], help="vLLM's own engine to compare with")
+    parser.add_argument("--quantization", default="", help="fp8: the server quantizes online")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         try:
             if args.what == "fidelity":
                 fine = fidelity(Path(folder))
             else:
-                fine = speed(Path(folder), args.layers, args.trainer, args.server_gpu, args.repeat)
+                same = args.trainer == f"cuda:{args.server_gpu}"
+                baseline = args.baseline or ("ipc" if same else "nccl")
+                fine = speed(
+                    Path(folder), args.layers, args.trainer, args.server_gpu, args.repeat, baseline, args.quantization
+                )
         finally:
             close_launcher()
     return 0 if fine else 1

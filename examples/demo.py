@@ -84,19 +84,20 @@ def serve(checkpoint: Path, token: str) -> Iterator[str]:
         "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "4", "--kv-cache-memory-bytes", "67108864",
     ]  # fmt: skip
     settings = {"VLLM_PLUGINS": "nixl", "PUSH_WEIGHTS_TOKEN": token}
-    offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TMPDIR": str(checkpoint.parent)}
+    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TORCH_COMPILE_DISABLE": "1"}
+    temporary = {"TMPDIR": str(checkpoint.parent)}  # vLLM leaves sockets there
     say(f"$ VLLM_PLUGINS=nixl PUSH_WEIGHTS_TOKEN=... vllm {shlex.join(arguments)}", style="cyan")
     log, begin = checkpoint.with_suffix(".log"), time.monotonic()
     with log.open("w") as output:
         process = subprocess.Popen(
-            [VLLM, *arguments], env=os.environ | offline | settings, start_new_session=True,
+            [VLLM, *arguments], env=os.environ | quiet | temporary | settings, start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=output, stderr=output,
         )  # fmt: skip
     try:
         url = f"http://127.0.0.1:{port}"
         while not healthy(url):
             if process.poll() is not None or time.monotonic() > begin + 240:
-                sys.exit("\n".join([*log.read_text(errors="replace").splitlines()[-30:], "vllm serve did not start"]))
+                sys.exit("\n".join([*log.read_text(errors="replace").splitlines()[-60:], "vllm serve did not start"]))
             time.sleep(0.2)
         say(f"serves after {time.monotonic() - begin:.0f} s\n", style="dim")
         yield url

@@ -120,6 +120,7 @@ class FakeEngines:
         self.paused = False
         self.fail: dict[str, Exception] = {}
         self.log: list[str] = []
+        self.calls: list[str] = []
         self.version: str | None = None
         self._locks = [threading.Lock() for _ in range(engines)]
 
@@ -137,6 +138,7 @@ class FakeEngines:
 
     def control(self, method: str) -> None:
         self.log.append(method)
+        self.calls.append(method)
         if method in self.fail:
             raise self.fail[method]
 
@@ -152,12 +154,14 @@ class FakeClient:
     async def _call_utility_async(self, method: str, *args: Any, engine: int) -> Any:
         if method == "collective_rpc":
             rpc, _, (request,), _ = args
+            if engine == 0:
+                self.engines.calls.append(f"rpc {request['action']}")
             return await asyncio.to_thread(self.engines.rpc, engine, rpc, request)
         self.engines.control(method)
         return True
 
     async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
-        self.engines.control(f"pause:{mode}:{'recompute' if clear_cache else 'keep'}")
+        self.engines.log.append(f"pause:{mode}:{'recompute' if clear_cache else 'keep'}")
         self.engines.control("pause")
         self.engines.paused = True
 
@@ -166,6 +170,7 @@ class FakeClient:
         self.engines.paused = False
 
     async def is_paused(self) -> bool:
+        self.engines.calls.append("is_paused")
         return self.engines.paused
 
     async def reset_mm_cache(self) -> None:
@@ -175,4 +180,5 @@ class FakeClient:
         self.engines.control("reset_encoder_cache")
 
     async def update_weight_version(self, version: str) -> None:
+        self.engines.calls.append("set_weight_version")
         self.engines.version = version

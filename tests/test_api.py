@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from fastapi import FastAPI
 from fake_plane import MANIFEST, NBYTES, PARTIAL, FakeClient, FakeEngines
 from vllm_nixl_plugin import api, channel, errors, plugin, session, settings
 from vllm_nixl_plugin.engine import Engine
+from vllm_nixl_plugin.publish import Blobs
 from vllm_nixl_plugin.steps import Steps
 from vllm_nixl_plugin.updates import Updates
 from vllm_nixl_plugin.wire import (
@@ -220,6 +222,104 @@ def test_a_push_installs_on_all_workers_and_reports_its_seconds(engines: FakeEng
         assert status.workers == (0, 1, 2, 3)
         assert status.last == done
         assert await server.ready(version="v1") == 200
+
+    alone(test, engines)
+
+
+BEFORE_THE_PAUSE = ["rpc prepare", "is_paused"]
+FROM_THE_INSTALL_ON = ["rpc install", "set_weight_version", "judge record_step", "resume", "rpc finish"]
+ANY_TIME = ("judge status", "reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache")
+"""Asked for by the client while the commit is running, or at the same time as each other."""
+CLEARED = ["reset_prefix_cache", "reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache"]
+COSTS: dict[Mode, list[str]] = {
+    "shadow": [
+        "judge grant", "rpc begin",
+        "judge claim", "judge status", *BEFORE_THE_PAUSE,
+        "judge record_step", "pause", *FROM_THE_INSTALL_ON, "judge status",
+    ],
+    "in_place": [
+        "judge grant", "rpc begin", "is_paused", "pause", "judge record_step",
+        "judge claim", "judge status", *BEFORE_THE_PAUSE,
+        "judge record_step", *CLEARED, *FROM_THE_INSTALL_ON, "judge status",
+    ],
+}  # fmt: skip
+
+
+def recorded(engines: FakeEngines, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """From now on, every call of the engines, and every one through the judge's socket but for heartbeats."""
+    ask = channel.ask
+
+    async def noted(path: str, request: dict[str, Any], timeout_s: float = 2.0) -> dict[str, Any]:
+        if request["action"] != "heartbeat":
+            engines.calls.append(f"judge {request['action']}")
+        return await ask(path, request, timeout_s)
+
+    monkeypatch.setattr(channel, "ask", noted)
+    engines.calls.clear()
+    return engines.calls
+
+
+@pytest.mark.parametrize("mode", ["shadow", "in_place"])
+def test_what_a_push_costs(engines: FakeEngines, monkeypatch: pytest.MonkeyPatch, mode: Mode) -> None:
+    async def main() -> None:
+        server = Server(engines, watch_s=60)
+        async with running(server):
+            await server.plan()
+            calls = recorded(engines, monkeypatch)
+            opened = await server.begin(mode)
+            server.land(opened.update_id)
+            await server.commit(opened.update_id)
+            assert (await server.outcome(opened.update_id)).state == "done"
+        assert [c for c in calls if c not in ANY_TIME] == [c for c in COSTS[mode] if c not in ANY_TIME]
+        assert Counter(calls) == Counter(COSTS[mode])
+
+    asyncio.run(main())
+
+
+def test_a_plan_that_is_there_costs_one_call(engines: FakeEngines, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        first, second = Server(engines, watch_s=60), Server(engines, watch_s=60)
+        async with running(first, second):
+            plans = await first.plan()
+            calls = recorded(engines, monkeypatch)
+            assert await first.plan() == plans
+            assert calls == ["rpc plan_start"]
+            calls.clear()
+            assert await second.plan() == plans
+            assert calls == ["rpc plan_start", "rpc plan_read"]
+            assert [p.log for p in engines.planes] == [["make_plan"]] * 4
+
+    asyncio.run(main())
+
+
+def test_encoded_plans_are_kept_up_to_a_size() -> None:
+    kept = Blobs(10)
+    for name in ("a", "b"):
+        kept.put(name, b"12345")
+    assert kept.get("a") == b"12345"
+    kept.put("c", b"12345")
+    assert [kept.get(name) for name in "abc"] == [b"12345", None, b"12345"]
+    kept.put("d", b"12345678901")
+    assert [kept.get(name) for name in "abcd"] == [None] * 4
+
+
+def test_an_outcome_is_told_when_the_commit_is_over_and_no_later(engines: FakeEngines) -> None:
+    async def test(server: Server) -> None:
+        opened = await server.begin()
+        server.land(opened.update_id)
+        for plane in engines.planes:
+            plane.block.clear()
+        await server.commit(opened.update_id)
+        got = await server.http.get(f"/updates/{opened.update_id}", params={"wait_s": 0.1})
+        assert got.json()["state"] == "committing"
+        waiting = asyncio.create_task(server.outcome(opened.update_id))
+        await until(lambda: engines.paused)
+        (committing,) = server.updates._tasks
+        for plane in engines.planes:
+            plane.block.set()
+        await asyncio.wait({committing})
+        assert not waiting.done()
+        assert (await waiting).state == "done"
 
     alone(test, engines)
 
@@ -439,7 +539,7 @@ def test_a_worker_that_answers_for_another_call_fails_the_update(engines: FakeEn
         server.land(opened.update_id)
 
         def stale(request: dict[str, Any], answer: dict[str, Any]) -> None:
-            if request["action"] == "collected":
+            if request["action"] == "prepare":
                 answer["nonce"] = "of an earlier call"
 
         engines.workers[1][1].spoil = stale
@@ -467,18 +567,15 @@ def test_unknown_results_of_an_install_mean_torn(engines: FakeEngines, how: str)
     alone(test, engines)
 
 
-def test_differing_states_before_serving_keep_the_engine_paused(engines: FakeEngines) -> None:
+def test_workers_that_installed_different_versions_are_torn(engines: FakeEngines) -> None:
     async def test(server: Server) -> None:
         def differ(request: dict[str, Any], answer: dict[str, Any]) -> None:
-            if request["args"].get("step") == "resuming":
-                answer["state"]["weight_version"] = "other"
+            if request["action"] == "install":
+                answer["result"]["version"] = "other"
 
         engines.workers[0][1].spoil = differ
-        opened = await server.begin()
-        server.land(opened.update_id)
-        await server.commit(opened.update_id)
-        await until(lambda: [p.log.count("install") for p in engines.planes] == [1] * 4)
-        await asyncio.sleep(0.2)
+        torn = await server.push()
+        assert (torn.state, torn.error and torn.error["code"]) == ("torn", "worker_failed")
         assert engines.paused
         assert await server.ready() == 503
 
@@ -512,7 +609,8 @@ def test_in_place_pauses_before_addresses_are_given_and_until_the_commit_is_done
         await server.commit(opened.update_id)
         assert (await server.outcome(opened.update_id)).state == "done"
         assert engines.log.count("pause") == 1
-        assert engines.log[2:] == ["reset_prefix_cache"] * 2 + ["reset_mm_cache", "reset_encoder_cache", "resume"]
+        assert sorted(engines.log[2:-1]) == sorted(CLEARED)
+        assert engines.log[-1] == "resume"
 
     alone(test, engines)
 
@@ -524,6 +622,18 @@ def test_an_in_place_update_whose_pause_fails_is_undone(engines: FakeEngines) ->
             await server.begin("in_place")
         assert engines.log[-1] == "resume"
         assert (await server.status()).state == "serving"
+
+    alone(test, engines)
+
+
+def test_an_in_place_update_that_is_undone_leaves_a_pause_by_hand_alone(engines: FakeEngines) -> None:
+    async def test(server: Server) -> None:
+        engines.paused = True
+        engines.fail["pause"] = RuntimeError("no")
+        with pytest.raises(errors.WorkerFailed):
+            await server.begin("in_place")
+        assert "resume" not in engines.log
+        assert engines.paused
 
     alone(test, engines)
 
@@ -639,10 +749,74 @@ def test_a_commit_leaves_an_engine_paused_that_was_paused_by_hand(engines: FakeE
     alone(test, engines)
 
 
-@pytest.mark.parametrize("step", ["waiting", "pausing", "paused", "installing", "installed-by-some", "resuming"])
+@pytest.mark.parametrize("mode", ["shadow", "in_place"])
+@pytest.mark.parametrize(
+    ("died_after", "pauses"),
+    [
+        ("claim", 1),
+        ("prepare", 1),
+        ("pausing", 1),
+        ("pause", 2),
+        ("install by the judge", 1),
+        ("install by another", 1),
+        ("install by the judge's engine", 1),
+        ("install by another engine", 1),
+        ("install", 1),
+        ("resuming", 1),
+        ("resume", 1),
+        ("finish by another engine", 1),
+    ],
+)
 def test_the_watchdog_finishes_what_a_dead_process_left(
-    engines: FakeEngines, monkeypatch: pytest.MonkeyPatch, step: str
+    engines: FakeEngines, monkeypatch: pytest.MonkeyPatch, died_after: str, pauses: int, mode: Mode
 ) -> None:
+    async def main() -> None:
+        monkeypatch.setattr(session, "STALE_HEARTBEAT_S", 0.3)
+        monkeypatch.setattr("vllm_nixl_plugin.updates.STALE_HEARTBEAT_S", 0.3)
+        dead, alive = Server(engines), Server(engines)
+        async with running(dead, alive):
+            opened = await dead.begin(mode)
+            dead.land(opened.update_id)
+            update_id, engine = opened.update_id, dead.updates.engine
+            await dead.updates.stop()
+            claimed = await dead.updates._claim(update_id, "commit", CommitRequest(kv_cache="keep").model_dump())
+            mine = {"update_id": update_id, "claim": claimed["claim"]}
+            steps = Steps(engine, update_id, claimed["claim"], 1.0)
+            only = {"the judge": [0], "another": [3], "the judge's engine": [0, 1], "another engine": [2, 3]}
+            for each in ("claim", "prepare", "pausing", "pause", "install", "resuming", "resume", "finish"):
+                if each in ("pausing", "resuming"):
+                    await steps._record(each, held=False)
+                elif each == "pause":
+                    await engine.pause("keep", "keep")
+                elif each == "resume":
+                    await engine.resume()
+                elif each != "claim":
+                    who = only.get(died_after.partition(" by ")[2]) if died_after.startswith(each) else None
+                    await engine.call_all(each, mine | ({"timings": {}} if each == "finish" else {}), only=who)
+                if died_after.startswith(each) and died_after.partition(" by ")[0] == each:
+                    break
+            assert (await alive.outcome(update_id)).state == "done"
+            assert not engines.paused
+            status = await alive.status()
+            assert (status.weight_version, status.torn, status.lease, status.ready) == ("v1", False, None, True)
+            assert [p.log.count("install") for p in engines.planes] == [1] * 4
+            assert [p.log.count("prepare") for p in engines.planes] == [1] * 4
+            sessions = [w.__dict__["_nixl_push_session"] for per in engines.workers for w in per]
+            assert [(s.weight_version, s.torn, s.update) for s in sessions] == [("v1", False, None)] * 4
+            if mode == "shadow":
+                assert engines.log.count("pause") == pauses
+            with pytest.raises(errors.StaleUpdate):
+                await steps._record("pausing")
+            assert (await alive.push(version="v2")).state == "done" if await alive.plan() else False
+
+    asyncio.run(main())
+
+
+def test_a_dead_process_leaves_nothing_behind_that_still_installs(
+    engines: FakeEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was about to pause when its heart stopped, and its install arrives after another has undone the update."""
+
     async def main() -> None:
         monkeypatch.setattr(session, "STALE_HEARTBEAT_S", 0.3)
         monkeypatch.setattr("vllm_nixl_plugin.updates.STALE_HEARTBEAT_S", 0.3)
@@ -652,25 +826,47 @@ def test_the_watchdog_finishes_what_a_dead_process_left(
             dead.land(opened.update_id)
             update_id, engine = opened.update_id, dead.updates.engine
             await dead.updates.stop()
-            claimed = await dead.updates._claim(update_id, "commit", CommitRequest(kv_cache="keep").model_dump())
-            steps = Steps(engine, update_id, claimed["claim"], 1.0)
-            order = ["waiting", "pausing", "paused", "installing", "resuming"]
-            last = "installing" if step == "installed-by-some" else step
-            for each in order[: order.index(last) + 1]:
-                await steps._record(each, held=False)
-                if each == "paused":
-                    await engine.pause("keep", "keep")
-                if each == "installing" and step != "installing":
-                    who = [0, 1] if step == "installed-by-some" else None
-                    await engine.call_all("install", {"update_id": update_id, "claim": claimed["claim"]}, only=who)
-            assert (await alive.outcome(update_id)).state == "done"
-            assert not engines.paused
-            assert (await alive.status()).weight_version == "v1"
-            assert [p.log.count("install") for p in engines.planes] == [1] * 4
-            with pytest.raises(errors.StaleUpdate):
-                await steps._record("pausing")
+            options = CommitRequest(kv_cache="keep", timeout_s=0.1).model_dump()
+            claimed = await dead.updates._claim(update_id, "commit", options)
+            mine = {"update_id": update_id, "claim": claimed["claim"]}
+            await engine.call_all("prepare", mine)
+            await Steps(engine, update_id, claimed["claim"], 1.0)._record("pausing", held=False)
+            never = asyncio.Event()
+
+            async def pause(mode: str, kv_cache: str) -> None:
+                await never.wait()
+
+            alive.updates.engine.pause = pause  # type: ignore[method-assign,assignment]
+            engines.fail["resume"] = RuntimeError("resume_scheduler called while pause is still in flight")
+            await until(lambda: "resume" in engines.log)
+            answers = await engine.call_all("install", mine, check=False)
+            assert [a["error"]["details"].get("superseded") for a in answers] == [True] * 4
+            engines.fail.clear()
+            assert (await alive.outcome(update_id)).state == "failed"
+            assert [p.log.count("install") for p in engines.planes] == [0] * 4
+            assert (await alive.status()).weight_version == "default"
+            never.set()
 
     asyncio.run(main())
+
+
+def test_the_end_of_an_update_that_reached_only_the_judge_is_learnt_at_the_next_begin(engines: FakeEngines) -> None:
+    async def test(server: Server) -> None:
+        opened = await server.begin()
+        server.land(opened.update_id)
+        await server.updates._claim(opened.update_id, "commit", {})
+        mine = {"update_id": opened.update_id, "claim": 1}
+        for action, only in (("prepare", None), ("install", None), ("finish", [0, 1])):
+            args = mine | ({"timings": {}} if action == "finish" else {})
+            await server.updates.engine.call_all(action, args, only=only)
+        assert (await server.status()).weight_version == "v1"
+        await server.plan(PARTIAL.model_copy(update={"weights": MANIFEST.weights * 2}))
+        assert (await server.push(version="v2")).state == "done"
+        sessions = [w.__dict__["_nixl_push_session"] for per in engines.workers for w in per]
+        assert [[h["state"] for h in s.history] for s in sessions] == [["done", "done"]] * 4
+        assert [p.log.count("fence") for p in engines.planes] == [0] * 4
+
+    alone(test, engines)
 
 
 def test_the_watchdog_resumes_an_engine_whose_in_place_begin_died_before_it_answered(

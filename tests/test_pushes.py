@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -81,7 +82,7 @@ def test_requests_flow_during_pushes_and_every_token_says_its_version(served, cl
     assert crossing, "no request was running during an install"
     for versions in spans:
         assert versions[0]["start"] == 0
-        for one, next_one in zip(versions, versions[1:], strict=False):
+        for one, next_one in itertools.pairwise(versions):
             assert one["end"] == next_one["start"]
             assert one["version"] != next_one["version"]
     seen = {v["version"] for s in spans for v in s}
@@ -101,7 +102,10 @@ def without(weights, name):
 BAD = {
     "missing": (lambda w: without(w, "model.layers.1.mlp.up_proj.weight"), "model.layers.1.mlp.up_proj.weight"),
     "missing norm": (lambda w: without(w, "model.norm.weight"), "model.norm.weight"),
-    "extra": (lambda w: w.update({"model.layers.0.mlp.extra.weight": torch.zeros(4)}), "model.layers.0.mlp.extra.weight"),
+    "extra": (
+        lambda w: w.update({"model.layers.0.mlp.extra.weight": torch.zeros(4)}),
+        "model.layers.0.mlp.extra.weight",
+    ),
     "extra layer": (
         lambda w: w.update({"model.layers.7.mlp.up_proj.weight": torch.zeros(512, 256, dtype=torch.bfloat16)}),
         "model.layers.7.mlp.up_proj.weight",
@@ -152,7 +156,7 @@ TRAINER = """
 """
 
 
-def test_a_trainer_that_is_killed_between_begin_and_commit_leaves_the_old_policy_and_the_next_push_works(served, client):
+def test_a_trainer_killed_between_begin_and_commit_leaves_the_old_policy_and_the_next_push_works(served, client):
     server, a, b = served
     client.push_weights(read_weights(a), version="before")
     arguments = [server.url, TOKEN, str(b / "model.safetensors")]

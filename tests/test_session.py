@@ -57,8 +57,8 @@ class Bench:
 
     def commit(self, update_id: str) -> None:
         claim = self.claim(update_id)["claim"]
-        for step in ("waiting", "pausing", "paused", "installing"):
-            self.session.record_step(update_id, claim, step)
+        self.session.prepare(update_id, claim)
+        self.session.record_step(update_id, claim, "pausing")
         self.session.install(update_id, claim)
         self.session.record_step(update_id, claim, "resuming")
         self.session.finish(update_id, claim, {"total_s": 1.0})
@@ -84,16 +84,124 @@ def test_a_push_goes_from_serving_to_serving_with_the_new_version(bench: Bench) 
     assert bench.phase == "receiving"
     bench.plane.land(update_id, bench.plan)
     claim = bench.claim(update_id)["claim"]
-    bench.session.record_step(update_id, claim, "installing")
-    assert bench.phase == "installing"
-    assert bench.session.install(update_id, claim) == {"stages": {"copy": 0.25}}
+    bench.session.prepare(update_id, claim)
+    assert (bench.phase, bench.session.state()["step"]) == ("receiving", "waiting")
+    bench.session.record_step(update_id, claim, "pausing")
+    assert bench.session.install(update_id, claim) == {"stages": {"copy": 0.25}, "version": "v1"}
+    assert (bench.phase, bench.session.state()["step"]) == ("installing", "installed")
     assert bench.session.weight_version == "default"
     bench.session.record_step(update_id, claim, "resuming")
+    assert bench.session.weight_version == "v1"
     bench.session.finish(update_id, claim, {"total_s": 1.0})
     assert (bench.phase, bench.session.weight_version) == ("serving", "v1")
     assert bench.session.status()["history"][-1]["timings"] == {"total_s": 1.0}
     assert "fence" not in bench.plane.log
     assert "discard" not in bench.plane.log
+
+
+def test_a_worker_that_is_not_told_the_steps_serves_from_the_finish_on(bench: Bench) -> None:
+    update_id = bench.begin("in_place")
+    bench.plane.land(update_id, bench.plan)
+    bench.session.torn = True
+    bench.session.prepare(update_id, 1)
+    bench.session.install(update_id, 1)
+    assert (bench.session.weight_version, bench.session.torn) == ("default", True)
+    bench.session.finish(update_id, 1, {})
+    assert (bench.session.weight_version, bench.session.torn) == ("v1", False)
+
+
+def test_an_install_is_a_step_before_it_starts(bench: Bench) -> None:
+    update_id = bench.begin()
+    bench.plane.land(update_id, bench.plan)
+    bench.plane.block.clear()
+    installing = threading.Thread(target=bench.session.install, args=(update_id, 1))
+    installing.start()
+    deadline = time.monotonic() + 10
+    while bench.session.state()["step"] != "installing":
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert bench.phase == "installing"
+    bench.plane.block.set()
+    installing.join()
+
+
+def test_an_update_that_is_not_installed_does_not_finish(bench: Bench) -> None:
+    update_id = bench.begin()
+    with pytest.raises(errors.InstallFailed):
+        bench.session.finish(update_id, 1, {})
+    assert bench.session.weight_version == "default"
+
+
+def test_an_install_is_prepared_once_and_only_when_all_bytes_are_there(bench: Bench) -> None:
+    update_id = bench.begin()
+    bench.plane.land(update_id, bench.plan, nbytes=NBYTES - 1)
+    assert bench.session.prepare(update_id, 1)["arrived_nbytes"] == NBYTES - 1
+    assert "prepare" not in bench.plane.log
+    bench.plane.land(update_id, bench.plan, nbytes=1, sequence=1)
+    bench.plane.fail["prepare"] = errors.NeedsRestart("w")
+    with pytest.raises(errors.NeedsRestart):
+        bench.session.prepare(update_id, 1)
+    bench.plane.fail.clear()
+    for _ in range(3):
+        assert bench.session.prepare(update_id, 2)["arrived_nbytes"] == NBYTES
+    assert bench.plane.log.count("prepare") == 2
+
+
+def test_preparing_again_takes_back_no_later_step(bench: Bench) -> None:
+    update_id = bench.begin()
+    bench.plane.land(update_id, bench.plan)
+    claim = bench.claim(update_id)["claim"]
+    bench.session.prepare(update_id, claim)
+    for step in ("pausing", "undoing"):
+        bench.session.record_step(update_id, claim, step)
+        bench.session.prepare(update_id, claim)
+        assert bench.session.state()["step"] == step
+    bench.session.install(update_id, claim)
+    bench.session.prepare(update_id, claim)
+    assert bench.session.state()["step"] == "installed"
+
+
+def test_the_judge_refuses_an_older_claim_from_the_moment_it_gives_the_next(bench: Bench) -> None:
+    update_id = bench.begin()
+    claim = bench.claim(update_id)["claim"]
+    bench.session.prepare(update_id, claim)
+    bench.claim(update_id, "abort")
+    with pytest.raises(errors.StaleUpdate) as late:
+        bench.session.record_step(update_id, claim, "pausing")
+    assert late.value.details["superseded"]
+
+
+def test_a_worker_told_of_a_later_claim_refuses_an_install_of_an_earlier_one(bench: Bench) -> None:
+    update_id = bench.begin()
+    bench.plane.land(update_id, bench.plan)
+    bench.session.take_over(update_id, 2)
+    with pytest.raises(errors.StaleUpdate):
+        bench.session.install(update_id, 1)
+    assert "install" not in bench.plane.log
+    bench.session.take_over(uuid.uuid4().hex, 1)
+
+
+def test_what_is_done_may_be_done_again(bench: Bench) -> None:
+    bench.push()
+    update_id = bench.session.status()["history"][-1]["update_id"]
+    bench.session.take_over(update_id, 2)
+    assert bench.session.install(update_id, 2) == {"stages": {}, "version": "v1"}
+    assert bench.session.finish(update_id, 2, {}) == {}
+    assert len(bench.session.history) == 1
+    assert bench.plane.log.count("install") == 1
+
+
+def test_a_begin_ends_an_installed_update_whose_finish_was_lost_as_done(bench: Bench) -> None:
+    first, epoch = uuid.uuid4().hex, 1
+    bench.session.begin(first, epoch, "v1", "in_place", "t", bench.plan, [])
+    bench.plane.land(first, bench.plan)
+    bench.session.prepare(first, 1)
+    bench.session.install(first, 1)
+    bench.session.begin(uuid.uuid4().hex, 2, "v2", "shadow", "t", bench.plan, [])
+    assert (bench.session.weight_version, bench.session.torn) == ("v1", False)
+    assert bench.session.history[-1]["state"] == "done"
+    assert "discard" not in bench.plane.log
+    assert "fence" not in bench.plane.log
 
 
 def test_a_plan_is_made_once_per_manifest_and_read_in_pieces(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +254,7 @@ def test_after_the_lease_another_begin_gets_in_and_the_undrained_update_is_fence
     with pytest.raises(errors.StaleUpdate):
         bench.session.renew(first, 1)
     with pytest.raises(errors.StaleUpdate):
-        bench.session.collected(first)
+        bench.session.prepare(first, 1)
     assert bench.session.status()["history"][-1]["state"] == "expired"
     assert not bench.session.torn
 
@@ -214,12 +322,11 @@ def test_an_aborted_update_leaves_the_old_weights_serving(bench: Bench) -> None:
     assert "fence" in bench.plane.log
 
 
-@pytest.mark.parametrize("how", ["with the abort", "later", "by its bytes"])
+@pytest.mark.parametrize("how", ["with the abort", "later", "by a commit"])
 def test_a_drained_update_needs_no_fence(bench: Bench, how: str) -> None:
     update_id = bench.begin()
-    if how == "by its bytes":
-        bench.plane.land(update_id, bench.plan)
-        bench.session.collected(update_id)
+    if how == "by a commit":
+        bench.session.prepare(update_id, bench.claim(update_id)["claim"])
     bench.session.abort(update_id, bench.claim(update_id, "abort")["claim"], drained=how == "with the abort")
     if how == "later":
         assert "over" in bench.claim(update_id, "abort")
@@ -235,7 +342,8 @@ def test_each_notification_counts_once_and_foreign_ones_not_at_all(bench: Bench)
     bench.plane.land(uuid.uuid4().hex, bench.plan, nbytes=16)
     bench.plane.land(update_id, "ab" * 32, nbytes=16, sequence=9)
     bench.plane.inbox.append(("t0", b"hello"))
-    assert bench.session.collected(update_id) == {"arrived_nbytes": 48, "expected_nbytes": NBYTES, "foreign": 3}
+    got = bench.session.prepare(update_id, 1)
+    assert got == {"arrived_nbytes": 48, "expected_nbytes": NBYTES, "foreign": 3, "mode": "shadow"}
 
 
 def test_more_bytes_than_planned_are_refused(bench: Bench) -> None:
@@ -243,23 +351,23 @@ def test_more_bytes_than_planned_are_refused(bench: Bench) -> None:
     bench.plane.land(update_id, bench.plan)
     bench.plane.land(update_id, bench.plan, sequence=1)
     with pytest.raises(errors.InvalidRequest, match="overlap"):
-        bench.session.collected(update_id)
+        bench.session.prepare(update_id, 1)
 
 
 def test_notifications_of_an_earlier_update_do_not_count_for_the_next(bench: Bench) -> None:
     first = bench.begin()
     bench.session.abort(first, 1, drained=True)
     bench.plane.land(first, bench.plan)
-    assert bench.session.collected(bench.begin())["arrived_nbytes"] == 0
+    assert bench.session.prepare(bench.begin(), 1)["arrived_nbytes"] == 0
 
 
 def test_an_incomplete_update_is_not_installed(bench: Bench) -> None:
     update_id = bench.begin()
     bench.plane.land(update_id, bench.plan, nbytes=NBYTES - 1)
-    for action in (bench.session.prepare, bench.session.install):
-        with pytest.raises(errors.Incomplete) as caught:
-            action(update_id, 1)
-        assert caught.value.details["arrived_nbytes"] == NBYTES - 1
+    with pytest.raises(errors.Incomplete) as caught:
+        bench.session.install(update_id, 1)
+    assert caught.value.details["arrived_nbytes"] == NBYTES - 1
+    assert bench.session.state()["step"] is None
     assert "install" not in bench.plane.log
     assert not bench.session.torn
 
@@ -359,17 +467,17 @@ def test_a_second_commit_joins_the_first_and_takes_over_when_its_heart_stops(ben
     assert bench.claim(update_id)["claim"] == 1
     assert bench.claim(update_id, claimant="api-1") == {"joined": "api-0"}
     assert bench.claim(update_id, "recover", "api-1") == {"joined": "api-0"}
-    bench.session.record_step(update_id, 1, "paused")
+    bench.session.record_step(update_id, 1, "pausing")
     bench.clock.now += STALE_HEARTBEAT_S - 1
     bench.session.heartbeat(update_id, 1)
     bench.clock.now += STALE_HEARTBEAT_S - 1
     assert "joined" in bench.claim(update_id, "recover")
     bench.clock.now += 2
     taken = bench.claim(update_id, "recover", "api-1")
-    assert (taken["claim"], taken["step"], taken["options"]["pause"]) == (2, "paused", "keep")
+    assert (taken["claim"], taken["step"], taken["options"]["pause"]) == (2, "pausing", "keep")
     bench.session.record_step(update_id, 2, "pausing")
     with pytest.raises(errors.StaleUpdate) as late:
-        bench.session.record_step(update_id, 1, "installing")
+        bench.session.record_step(update_id, 1, "undoing")
     assert late.value.details["superseded"]
     with pytest.raises(errors.StaleUpdate):
         bench.session.install(update_id, 1)
@@ -379,7 +487,7 @@ def test_a_second_commit_joins_the_first_and_takes_over_when_its_heart_stops(ben
 
 def test_an_abort_takes_over_a_waiting_commit_but_not_one_that_pauses(bench: Bench) -> None:
     update_id = bench.begin()
-    bench.session.record_step(update_id, bench.claim(update_id)["claim"], "waiting")
+    bench.session.prepare(update_id, bench.claim(update_id)["claim"])
     assert bench.claim(update_id, "abort")["claim"] == 2
     bench.session.record_step(update_id, 2, "pausing")
     with pytest.raises(errors.StaleUpdate, match="too late"):

@@ -120,11 +120,11 @@ async def plan_summary(request: Request, digest: Annotated[str | None, Query(max
 @router.post("/plan")
 async def plan(request: Request, timeout_s: Annotated[float, Query(gt=0, le=86_400)] = 600.0) -> Response:
     """Plan for the manifest in the body; the plans in binary, or a summary where JSON is asked for."""
-    engine = _updates(request).engine
+    engine, kept = _updates(request).engine, _updates(request).plans
     manifest = await asyncio.to_thread(_parse, Manifest, await _body(request, MAX_BODY_BYTES))
     canonical = manifest.model_dump_json().encode()
     digest = hashlib.sha256(canonical).hexdigest()
-    workers, blobs = await publish.make_plans(engine, digest, canonical, timeout_s)
+    workers, blobs = await publish.make_plans(engine, kept, digest, canonical, timeout_s)
     if "application/json" not in request.headers.get("accept", ""):
         return Response(encode_plans(workers, blobs), media_type=BINARY)
     plans = [item for d in blobs for item in await publish.summaries(engine, d)]

@@ -1,4 +1,5 @@
-"""A side door to one worker: status, lease, claim and heartbeat without the engine's loop, which an install blocks.
+"""A side door to the judge: status, lease, claim, steps and heartbeat without the engine's loop, which a decode step
+keeps waiting and an install blocks.
 
 One JSON object per line over a Unix socket in a directory that only this user can enter; the server also checks that
 the peer has the same user id. The path is learnt by RPC. Nothing is pickled, lines are capped, no wait is unbounded.

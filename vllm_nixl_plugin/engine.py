@@ -17,7 +17,6 @@ from vllm_nixl_plugin.wire import KvCachePolicy, PauseMode
 logger = logging.getLogger("vllm.nixl_plugin")
 
 RPC = "nixl_push_rpc"
-AGREED = ("state", "torn", "weight_version", "update_id", "step")
 
 Answer = dict[str, Any]
 
@@ -43,12 +42,12 @@ class Engine:
 
     async def call_all(
         self, action: str, args: dict[str, Any] | None = None, *, only: list[int] | None = None,
-        check: bool = True, agree: bool = False,
+        check: bool = True,
     ) -> list[Answer]:
         """Send one request to every worker; the answers in order of the workers.
 
-        With ``check`` the first error that a worker reports is raised; with ``agree`` also when all succeed but their
-        states differ. Errors: WorkerFailed when an answer is missing, foreign or differing; those of the action.
+        With ``check`` the first error that a worker reports is raised.
+        Errors: WorkerFailed when an answer is missing, foreign or doubled; those of the action.
         """
         nonce = uuid.uuid4().hex
         judge = self.workers[0] if self.workers else None
@@ -57,13 +56,18 @@ class Engine:
         for answer in answers:
             if check and not answer["ok"]:
                 raise error_of(answer)
-        states = [tuple(a["state"].get(key) for key in AGREED) for a in answers if a["ok"]]
-        if agree and any(state != states[0] for state in states):
-            raise errors.WorkerFailed(
-                f"the workers are in different states after {action!r}",
-                states={str(a["worker"]): {key: a["state"].get(key) for key in AGREED} for a in answers},
-            )
         return answers
+
+    async def call_all_and_is_paused(
+        self, action: str, args: dict[str, Any] | None = None
+    ) -> tuple[list[Answer], bool | None]:
+        """`call_all`, and `is_paused` as of right after it: sent behind it at once, so both are one round trip."""
+
+        async def behind() -> bool | None:
+            await asyncio.sleep(0)
+            return await self.is_paused()
+
+        return await asyncio.gather(self.call_all(action, args), behind())
 
     async def ask_judge(self, action: str, args: dict[str, Any] | None = None) -> Any:
         """The judge's result of one of its `CHANNEL_ACTIONS`, past the engine's loop where it listens on this host.
@@ -84,7 +88,7 @@ class Engine:
                     await self._learn_channel()
                 continue
             return self._result(self._checked([answer], nonce, action, whole=False)[0])
-        return self._result((await self.call_all(action, args))[0])
+        return self._result((await self.call_all(action, args, only=[self.workers[0]]))[0])
 
     async def pause(self, mode: PauseMode, kv_cache: KvCachePolicy) -> None:
         """Stop generation. ``recompute``: running requests are preempted and prefix, multi-modal, encoder and connector
@@ -102,10 +106,17 @@ class Engine:
 
     async def clear_caches(self) -> None:
         """What ``pause`` with ``recompute`` clears, in an engine that is paused already. Errors: WorkerFailed."""
-        if not all(await self._in_engines("reset_prefix_cache", True, True)):
+        got = await asyncio.gather(
+            self._in_engines("reset_prefix_cache", True, True),
+            self._client.reset_mm_cache(),
+            self._client.reset_encoder_cache(),
+            return_exceptions=True,
+        )
+        for each in got:
+            if isinstance(each, BaseException):
+                raise each
+        if not all(got[0]):
             raise errors.WorkerFailed("vLLM did not reset its prefix cache: KV of old weights would be used")
-        await self._client.reset_mm_cache()
-        await self._client.reset_encoder_cache()
 
     async def resume(self) -> None:
         """Let generation go on. Under data parallelism vLLM raises while a pause is still under way."""

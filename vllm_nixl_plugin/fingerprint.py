@@ -20,7 +20,6 @@ from torch import nn
 from vllm_nixl_plugin import graph
 from vllm_nixl_plugin.model import digest, geometry_of, record_of, state_of
 
-_DEPTH_OF_RUNNER = 4
 _ROWS = 256
 
 
@@ -29,7 +28,7 @@ def fingerprint(worker: Any) -> dict[str, str]:
     model: nn.Module = worker.get_model()
     record = record_of(model)
     at_load: Mapping[str, Any] = record.state if record is not None else {}
-    engines = _storages_of_runner(getattr(worker, "model_runner", None))
+    engines = graph.memory_held(getattr(worker, "model_runner", None))
     out: dict[str, str] = {}
     first: dict[int, str] = {}
     known: dict[tuple[Any, ...], int] = {}
@@ -83,23 +82,6 @@ def _values(module: nn.Module) -> Iterator[tuple[str, Any]]:
             if inside and id(slot.value) not in seen:
                 seen.add(id(slot.value))
                 todo.append((path, slot.value))
-
-
-def _storages_of_runner(runner: Any) -> set[int]:
-    """Addresses of the memory that the engine's runner holds itself: KV caches, input and output buffers."""
-    found: set[int] = set()
-    seen: set[int] = set()
-    todo = [(0, runner)]
-    while todo:
-        depth, holder = todo.pop()
-        for slot in graph.slots(holder).values():
-            value = slot.value
-            if isinstance(value, torch.Tensor) and value.device.type != "meta" and value.numel():
-                found.add(value.untyped_storage().data_ptr())
-            elif depth < _DEPTH_OF_RUNNER and graph.has_slots(value) and id(value) not in seen:
-                seen.add(id(value))
-                todo.append((depth + 1, value))
-    return found
 
 
 def _seen_through(module: nn.Module) -> str:

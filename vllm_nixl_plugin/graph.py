@@ -139,6 +139,29 @@ def tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield path, slot.value
 
 
+def memory_held(holder: Any, depth: int = 4) -> set[int]:
+    """Addresses of the memory of all tensors that an object holds outside modules: of vLLM's runner, the KV caches and
+    its input and output buffers."""
+    found: set[int] = set()
+    seen: set[int] = set()
+    todo = [(0, holder)]
+    while todo:
+        level, at = todo.pop()
+        for slot in slots(at).values():
+            value = slot.value
+            if isinstance(value, torch.Tensor) and value.device.type != "meta" and value.numel():
+                found.add(value.untyped_storage().data_ptr())
+            elif level < depth and has_slots(value) and id(value) not in seen and not _of_numbers(value):
+                seen.add(id(value))
+                todo.append((level + 1, value))
+    return found
+
+
+def _of_numbers(value: Any) -> bool:
+    """Token ids and the like, which can be long."""
+    return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], int | float | str)
+
+
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The whole storage under a tensor, as uint8."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

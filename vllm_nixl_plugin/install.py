@@ -10,7 +10,7 @@ has to happen: *pours*, values copied into the tensors that serve (captured grap
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,12 +49,14 @@ class Pairing:
     """Compares serving modules with their processed twins.
 
     ``at_load``: `LoadRecord.state`; what differs from it today belongs to the running engine (KV cache, buffers) and is
-    left alone. ``captured``: whether CUDA graphs hold addresses, so that rebinding would go unseen.
+    left alone. ``captured``: whether CUDA graphs hold addresses, so that rebinding would go unseen. ``engines``:
+    addresses of memory that is the engine's own (KV caches).
     """
 
-    def __init__(self, at_load: Mapping[str, Any], *, captured: bool) -> None:
+    def __init__(self, at_load: Mapping[str, Any], *, captured: bool, engines: Set[int] = frozenset()) -> None:
         self.at_load = at_load
         self.captured = captured
+        self.engines = engines
         self.change = Change()
         self._seen: set[tuple[int, int]] = set()
         self._poured: set[int] = set()
@@ -62,6 +64,16 @@ class Pairing:
     def module(self, path: str, served: nn.Module, twin: nn.Module) -> None:
         """Errors: NeedsRestart naming the path that a captured graph has baked in."""
         self._holder(path, served, twin)
+
+    def unprocessed(self, path: str, served: nn.Module) -> None:
+        """A module whose weights are written where they are: what its forward has derived from them is dropped."""
+        for name, slot in graph.owned(served):
+            below = f"{path}.{name}" if path else name
+            if slot.kind in ("attr", "buffer") and self._appeared_later(below, slot.value):
+                if below in self.at_load:
+                    self.change.rebinds.append((below, slot, None))
+                else:
+                    self.change.removals.append((below, slot))
 
     def _holder(self, path: str, served: Any, twin: Any) -> None:
         old, new = graph.slots(served), graph.slots(twin)
@@ -74,9 +86,7 @@ class Pairing:
                 self._rebind(below, place, slot.value)
         for key, mine in old.items():
             below = f"{path}.{key}" if path else str(key)
-            late = key not in new and below not in self.at_load
-            if late and isinstance(mine.value, torch.Tensor) and mine.kind in ("attr", "buffer"):
-                # Made by a first forward from the weights; dropped so that it is made again.
+            if key not in new and self._appeared_later(below, mine.value) and mine.kind in ("attr", "buffer", "item"):
                 self.change.removals.append((below, mine))
 
     def _rebind(self, path: str, slot: graph.Slot, value: Any) -> None:
@@ -134,9 +144,30 @@ class Pairing:
                 self._poured.add(id(old))
                 self.change.pours.append((old, new))
             return True
-        if isinstance(old, torch.Tensor) and path not in self.at_load:
-            return False  # a cast or cache of the weights that appeared later: back to what a first load leaves
+        if self._recast(path, old, new) or self._appeared_later(path, old):
+            return False
         return self._engine_owned(path, old)
+
+    def _recast(self, path: str, old: Any, new: Any) -> bool:
+        """Whether a first forward put another form of a tensor in its place: it goes back to what loading leaves.
+
+        A placeholder for what the engine brings (a KV cache) is empty after loading.
+        """
+        both = isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)
+        return both and new.numel() > 0 and self.at_load.get(path) == geometry_of(new)
+
+    def _appeared_later(self, path: str, old: Any) -> bool:
+        """Whether a tensor was made from the weights after loading, by a first forward: it is dropped, and made again.
+
+        Under captured graphs it must stay where it is; integers and bytes are workspaces, not weights.
+        """
+        return (
+            isinstance(old, torch.Tensor)
+            and old.is_floating_point()
+            and not self.captured
+            and self.at_load.get(path) is None
+            and old.untyped_storage().data_ptr() not in self.engines
+        )
 
     def _engine_owned(self, path: str, old: Any) -> bool:
         """Whether the running engine has put its own value here since loading."""

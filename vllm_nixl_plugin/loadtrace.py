@@ -120,7 +120,10 @@ def _once(twin: Twin, tracer: Tracer, offered: _Offered, live: set[str]) -> list
         with tracer:
             twin.load_weights(offered)
         replaced = {p: t for p, t in twin.destination_tensors().items() if before.get(p) != _identity(t)}
-    made = {path: t for path, t in replaced.items() if path not in targets or not _same_form(targets[path], t)}
+        last_words = {path: tracer.read(t) for path, t in replaced.items()}
+        forms = {path: _form_of(t) for path, t in replaced.items()}
+        twin.note_what_loading_left()
+    made = {path: t for path, t in forms.items() if path not in targets or not _same_form(targets[path], t)}
     if made:
         raise _TreeChanged(made)
     out: dict[int, TracedDestination] = {}
@@ -129,8 +132,8 @@ def _once(twin: Twin, tracer: Tracer, offered: _Offered, live: set[str]) -> list
             continue
         info = twin.storages[key]
         names = tuple(p for p, k in key_by_path.items() if k == key)
-        last = next((replaced[name] for name in names if name in replaced), None)
-        pieces = tuple(tracer.pieces(stand_ins[path]) if last is None else tracer.read(last))
+        last = next((last_words[name] for name in names if name in last_words), None)
+        pieces = tuple(tracer.pieces(stand_ins[path]) if last is None else last)
         if any(not isinstance(p.root, Creation) for p in pieces):
             out[key] = TracedDestination(key, names, info.nbytes, all(n in live for n in names), pieces)
     return list(out.values())
@@ -142,6 +145,16 @@ def _tree(twin: Twin) -> dict[str, tuple[int, int]]:
 
 def _identity(tensor: torch.Tensor) -> tuple[int, int]:
     return id(tensor), int(tensor.untyped_storage()._cdata)
+
+
+def _form_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without data that has the shape, class and attributes of a traced or real one."""
+    form = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    if isinstance(tensor, torch.nn.Parameter):
+        form = torch.nn.Parameter(form, requires_grad=False)
+    form.__class__ = getattr(type(tensor), "traced_base", type(tensor))
+    form.__dict__.update(tensor.__dict__)
+    return form
 
 
 def _same_form(old: torch.Tensor, new: torch.Tensor) -> bool:

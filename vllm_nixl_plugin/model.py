@@ -171,17 +171,20 @@ class _Recorder:
 
     def processed(self, record: LoadRecord) -> None:
         assert self.model is not None
-        for path, tensor in named_tensors(self.model):
-            reason = self._why_not_live(self.facts.get(path), tensor)
-            if reason:
-                record.not_live[path] = reason
-            else:
-                record.live.add(path)
         for path, module in self.model.named_modules():
             if _storages(module) - self.before.get(path, set()):
                 record.derived.add(path)
             for name, slot in graph.owned(module):
                 record.state[f"{path}.{name}" if path else name] = state_of(slot.value)
+        for path, tensor in named_tensors(self.model):
+            reason = self._why_not_live(self.facts.get(path), tensor)
+            if not reason and path.rpartition(".")[0] in record.derived:
+                # A kernel that bypasses the dispatcher may have read it for them.
+                reason = "its module made other tensors in processing"
+            if reason:
+                record.not_live[path] = reason
+            else:
+                record.live.add(path)
         record.checkpoint = list(self.checkpoint.values())
 
 
@@ -406,6 +409,7 @@ class Twin:
         self.storages: dict[int, TwinStorage] = {}
         self._kept: list[_Kept] = []
         self._spare: list[torch.Tensor] = []
+        self._left_by_loading: dict[tuple[int, Any], tuple[graph.Slot, Any]] = {}
         self._objects: list[tuple[Any, Any]] = []
         self._snapshot(mode.fill)
 
@@ -466,11 +470,22 @@ class Twin:
             made = torch.empty(like.shape, dtype=like.dtype, device="meta")
         if isinstance(like, nn.Parameter):
             made = nn.Parameter(made, requires_grad=False)
-        made.__class__ = getattr(type(like), "traced_base", type(like))
+        made.__class__ = type(like)
         made.__dict__.update(like.__dict__)
         table[name] = made
         self._objects = [(h, _copied(h) if h is module else state) for h, state in self._objects]
         self._keep(path, made, {}, set())
+
+    def note_what_loading_left(self) -> None:
+        """Numbers, names and flags that the loader has just set; `process` finds them set, as after a load."""
+        for holder, state in self._objects:
+            if not isinstance(state, dict):
+                continue
+            for key, slot in graph.slots(holder).items():
+                if slot.kind in ("attr", "item", "cell") and isinstance(slot.value, int | float | str | bytes | None):
+                    old = state.get(key, self)
+                    if type(old) is not type(slot.value) or old != slot.value:
+                        self._left_by_loading[id(slot.holder), key] = (slot, slot.value)
 
     def restore(self) -> None:
         """Back to the state at creation: attributes of all objects, tensors on meta or with their creation values."""
@@ -529,6 +544,8 @@ class Twin:
 
     def process(self, paths: set[str]) -> None:
         """vLLM's post-load processing of the given modules, in vLLM's order. Call it in `engine_context`."""
+        for slot, value in self._left_by_loading.values():
+            slot.rebind(value)
         for module in self._quantized(paths):
             method: Any = module.quant_method
             method.process_weights_after_loading(module)

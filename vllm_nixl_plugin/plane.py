@@ -294,8 +294,11 @@ class WorkerPlane:
             self._prepared = None
             seconds: dict[str, float] = {}
             clock = _Clock(seconds)
-            pairing = Pairing(record.state, captured=self._captured())
+            captured = self._captured()
+            engines = set() if captured else graph.memory_held(getattr(self.worker, "model_runner", None))
+            pairing = Pairing(record.state, captured=captured, engines=engines)
             paths = self._processed_paths(plan)
+            written = {name.rpartition(".")[0] for d in plan.destinations for name in d.names if d.home != "source"}
             try:
                 if paths:
                     self._process(planned, mode, paths)
@@ -303,8 +306,11 @@ class WorkerPlane:
                     served = dict(self.model.named_modules())
                     for path in sorted(paths & set(served)):
                         pairing.module(path, served[path], twin.modules[path])
-                    clock.lap("compare")
-                    self._synchronize()
+                for path, module in () if captured else self.model.named_modules():
+                    if path in written and path not in paths:
+                        pairing.unprocessed(path, module)
+                clock.lap("compare")
+                self._synchronize()
                 live = self._live_copies(planned, paths) if mode == "shadow" else ([], [])
                 self._prepared = _PreparedInstall(plan, mode, pairing.change, live, seconds)
             except Exception as error:

@@ -1,9 +1,13 @@
-"""Plans on their way from the workers to the trainer: started everywhere, polled, read in pieces, each plan once."""
+"""Plans on their way from the workers to the trainer: started everywhere, polled, read in pieces, each plan once.
+
+An API process keeps what it has read, by digest: a manifest that all workers have planned for costs one call of them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import OrderedDict
 from typing import Any
 
 from vllm_nixl_plugin import errors
@@ -12,29 +16,53 @@ from vllm_nixl_plugin.wire import PlannedWorker
 
 FIRST_POLL_S = 0.005
 SLOWEST_POLL_S = 0.2
+CACHE_NBYTES = 256 << 20
+
+
+class Blobs:
+    """Encoded plans by digest, those used last, up to ``capacity_nbytes`` together."""
+
+    def __init__(self, capacity_nbytes: int = CACHE_NBYTES) -> None:
+        self._capacity_nbytes = capacity_nbytes
+        self._blobs: OrderedDict[str, bytes] = OrderedDict()
+
+    def get(self, plan: str) -> bytes | None:
+        """The plan, if it is kept."""
+        if plan in self._blobs:
+            self._blobs.move_to_end(plan)
+        return self._blobs.get(plan)
+
+    def put(self, plan: str, blob: bytes) -> None:
+        """Keep a plan, and drop those not used for longest."""
+        self._blobs[plan] = blob
+        while sum(map(len, self._blobs.values())) > self._capacity_nbytes:
+            self._blobs.popitem(last=False)
 
 
 async def make_plans(
-    engine: Engine, digest: str, manifest: bytes, timeout_s: float
+    engine: Engine, kept: Blobs, digest: str, manifest: bytes, timeout_s: float
 ) -> tuple[tuple[PlannedWorker, ...], dict[str, bytes]]:
     """The plan of every worker for a manifest (JSON) with this digest: encoded, by digest.
 
     Errors: PlanRefused of the first worker that refuses, DeadlineExceeded.
     """
     deadline, pause_s = time.monotonic() + timeout_s, FIRST_POLL_S
-    await engine.call_all("plan_start", {"digest": digest, "manifest": manifest})
-    while True:
-        answers = await engine.call_all("plan_poll", {"digest": digest})
-        if all(a["result"] is not None for a in answers):
-            break
+    answers = await engine.call_all("plan_start", {"digest": digest, "manifest": manifest})
+    while any(a["result"] is None for a in answers):
         if time.monotonic() > deadline:
             raise errors.DeadlineExceeded(f"planning took more than {timeout_s:.0f} s; it goes on: ask again")
         await asyncio.sleep(pause_s)
         pause_s = min(pause_s * 2, SLOWEST_POLL_S)
+        answers = await engine.call_all("plan_poll", {"digest": digest})
     workers = tuple(
         PlannedWorker(worker=a["worker"], plan=a["result"]["plan"], incarnation=a["incarnation"]) for a in answers
     )
-    return workers, await _read(engine, {a["result"]["plan"]: a["result"]["nbytes"] for a in answers}, workers)
+    sizes = {a["result"]["plan"]: a["result"]["nbytes"] for a in answers}
+    blobs = {plan: blob for plan in sizes if (blob := kept.get(plan)) is not None}
+    read = await _read(engine, sizes, tuple(w for w in workers if w.plan not in blobs))
+    for plan, blob in read.items():
+        kept.put(plan, blob)
+    return workers, {plan: (blobs | read)[plan] for plan in sizes}
 
 
 async def summaries(engine: Engine, plan: str | None) -> list[dict[str, Any]]:

@@ -9,10 +9,12 @@ Three numbers keep late messages out. The *epoch* grows with every begin: a begi
 refused. The *incarnation* changes with every start and fence: memory given out under an older one is out of reach.
 
 One worker, the *judge*, also holds the lease: it alone decides who may begin (`grant`) and who may commit (`claim`),
-because two API processes may reach two engines in different order. Everything else is said to all workers.
+because two API processes may reach two engines in different order. It alone keeps the *step*, too, from which another
+process goes on when one has died, and whether generation is held by hand; both are told to it past the engine's loop
+(`record_step`, `hold`). What changes weights or memory is said to all workers.
 
 No vLLM, no device, no network here; a `Plane` does the work. Calls on the plane come from one thread (the worker's RPC
-loop), except `make_plan`; the lock only guards the fields that the channel thread reads and writes.
+loop), except `make_plan`; the lock guards the fields that the channel thread reads and writes.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ HISTORY = 20
 STALE_HEARTBEAT_S = 10.0
 FIRST_VERSION = "default"
 
-PAUSED_STEPS = ("pausing", "paused", "installing", "installed", "resuming", "undoing")
+PAUSED_STEPS = ("pausing", "installing", "installed", "resuming", "undoing")
 INSTALLING_STEPS = ("installing", "installed", "resuming")
 
 
@@ -91,7 +93,11 @@ class Lease:
 
 @dataclass
 class Update:
-    """The open update of this worker. ``step`` is recorded before it happens; ``drained``: no writer is under way."""
+    """The open update of this worker.
+
+    ``step`` is recorded before it happens; the judge's is the one that counts. ``drained``: no writer is under way;
+    ``prepared``: the plane has made the install ready.
+    """
 
     id: str
     epoch: int
@@ -103,6 +109,7 @@ class Update:
     claim: int = 0
     step: str | None = None
     drained: bool = False
+    prepared: bool = False
     landed: set[tuple[str, int]] = field(default_factory=set)
     arrived_nbytes: int = 0
     foreign: int = 0
@@ -150,7 +157,7 @@ class WorkerSession:
         return "installing" if update.step in INSTALLING_STEPS else "receiving"
 
     def state(self) -> dict[str, Any]:
-        """The fields in which all workers must agree, in every answer."""
+        """What every answer carries. ``step`` and ``held`` are true at the judge, ``weight_version`` there first."""
         with self._lock:
             update = self.update
             return {
@@ -255,11 +262,11 @@ class WorkerSession:
 
     def begin(
         self, update_id: str, epoch: int, version: str, mode: Mode, holder: str, plan: str,
-        known_bindings: list[str], held: bool = False,
+        known_bindings: list[str],
     ) -> dict[str, Any]:
         """Open an update and give its memory. Ends the one that was open, fencing it off when it was not drained.
 
-        ``held``: generation is paused, and (unless the engine is torn) by somebody else. Counts in mode in_place only.
+        One that is installed here is over and done: the judge has granted this begin, and only the word did not arrive.
 
         Errors: StaleUpdate (a later begin was first), UnknownPlan, EngineTorn, and those of `Plane.bind`.
         """
@@ -268,7 +275,10 @@ class WorkerSession:
                 raise errors.StaleUpdate(f"begin with epoch {epoch}, this worker is at epoch {self.epoch}: begin again")
             cached = self.plans.get(plan)
             self.epoch = epoch
-        if self.update is not None:
+        if self.update is not None and self.update.stages is not None:
+            self._serves(self.update)
+            self._close("done")
+        elif self.update is not None:
             self._close("expired", torn=self.update.mode == "in_place")
         self._check_heals(cached)
         if self.undrained is not None:
@@ -284,8 +294,6 @@ class WorkerSession:
         with self._lock:
             self.incarnation = update.incarnation
             self.update = update
-            if mode == "in_place" and not self.torn:
-                self.held = held
         return {
             "worker": self.worker, "incarnation": self.incarnation, "digest": digest,
             "binding": None if digest in known_bindings else binding.model_dump(),
@@ -298,81 +306,85 @@ class WorkerSession:
         self._check_heals(update.cached)
         return {}
 
-    def collected(self, update_id: str) -> dict[str, Any]:
-        """Count what has landed. Each (agent, sequence) counts once; messages of other updates do not count.
+    def take_over(self, update_id: str, claim: int) -> dict[str, Any]:
+        """Learn a later claim, so that an install of an earlier one, still on its way, is refused from now on.
 
-        Errors: StaleUpdate, IncarnationChanged, InvalidRequest when more arrived than the plan has.
+        An update that is over here is no error: its end may not have reached all. Errors: StaleUpdate.
         """
-        update = self._opened(update_id)
-        if update.incarnation != self.plane.incarnation():
-            raise errors.IncarnationChanged(f"worker {self.worker} changed its incarnation during update {update_id}")
-        for agent, data in self.plane.notifications():
-            self._count(update, agent, data)
-        expected = self._expected(update)
-        if update.arrived_nbytes > expected:
-            raise errors.InvalidRequest(
-                f"worker {self.worker} got {update.arrived_nbytes} bytes, its plan has {expected}: two writers overlap",
-                expected_nbytes=expected, arrived_nbytes=update.arrived_nbytes,
-            )
-        return {"arrived_nbytes": update.arrived_nbytes, "expected_nbytes": expected, "foreign": update.foreign}
+        with self._lock:
+            if self.update is not None and self.update.id == update_id:
+                self._claimed(update_id, claim)
+        return {}
+
+    def prepare(self, update_id: str, claim: int) -> dict[str, Any]:
+        """Step ``waiting``, which implies that the update is drained: count what has landed, and once that is all of
+        it, make the install ready. Changes nothing that serves; asked again, it counts again and prepares once.
+
+        Errors: StaleUpdate, IncarnationChanged, InvalidRequest when more arrived than the plan has, and those of
+        ``prepare_install``, which a plane may have.
+        """
+        with self._lock:
+            update = self._claimed(update_id, claim)
+            update.drained = True
+            if update.step not in PAUSED_STEPS:
+                update.step = "waiting"
+        got = self._collect(update)
+        if got["arrived_nbytes"] == got["expected_nbytes"] and not update.prepared and update.stages is None:
+            make_ready = getattr(self.plane, "prepare_install", None)
+            if make_ready is not None:
+                make_ready(update.plan, update.mode)
+            update.prepared = True
+        return got | {"mode": update.mode}
 
     def record_step(self, update_id: str, claim: int, step: str, held: bool | None = None) -> dict[str, Any]:
-        """Note what is about to happen. ``waiting`` implies that the update is drained; ``resuming`` that it serves.
+        """Judge: note what is about to happen. ``resuming`` implies that the new weights serve.
 
         Errors: StaleUpdate, also when a later claim has taken over; InstallFailed when ``resuming`` comes too early.
         """
         with self._lock:
             update = self._claimed(update_id, claim)
             if step == "resuming":
-                if update.stages is None:
-                    raise errors.InstallFailed(f"worker {self.worker} has not installed update {update_id}")
-                self.weight_version, self.torn = update.version, False
+                self._serves(update)
             update.step = None if step == "open" else step
-            update.drained |= step == "waiting"
             if held is not None:
                 self.held = held
             if self.lease is not None and self.lease.update_id == update_id and claim == self.lease.claim:
                 self.lease.heartbeat = self._clock()
         return {}
 
-    def prepare(self, update_id: str, claim: int) -> dict[str, Any]:
-        """The last check before the pause: every byte is here and the plane sees no obstacle. Changes nothing.
-
-        Errors: StaleUpdate, Incomplete, and those of ``prepare_install``, which a plane may have.
-        """
-        with self._lock:
-            update = self._claimed(update_id, claim)
-        if update.stages is None:
-            self._check_complete(update)
-            check = getattr(self.plane, "prepare_install", None)
-            if check is not None:
-                check(update.plan, update.mode)
-        return {}
-
     def install(self, update_id: str, claim: int) -> dict[str, Any]:
-        """Install once; asked again, answers the same. A failure that is not ``untouched`` makes the worker torn.
+        """Steps ``installing`` and ``installed``. Installs once; asked again, answers the same.
 
+        A failure that is not ``untouched`` makes the worker torn. ``version`` is what the worker will serve.
         Errors: StaleUpdate, Incomplete, InstallFailed, NeedsRestart.
         """
         with self._lock:
+            if (done := self._done(update_id)) is not None:
+                return {"stages": {}, "version": done["version"]}
             update = self._claimed(update_id, claim)
         if update.install_error is not None:
             raise update.install_error
         if update.stages is None:
             self._check_complete(update)
+            with self._lock:
+                update.step = "installing"
             try:
                 stages = self.plane.install(update.plan, update.mode)
             except Exception as error:
                 raise self._failed_install(update, error) from error
-            update.stages = {str(k): float(v) for k, v in stages.items()}
-            if self.lease is not None:
-                self.lease.heartbeat = self._clock()
-        return {"stages": update.stages}
+            with self._lock:
+                update.stages = {str(k): float(v) for k, v in stages.items()}
+                update.step = "installed"
+                if self.lease is not None:
+                    self.lease.heartbeat = self._clock()
+        return {"stages": update.stages, "version": update.version}
 
     def finish(self, update_id: str, claim: int, timings: dict[str, float]) -> dict[str, Any]:
-        """The new weights serve. Errors: StaleUpdate."""
+        """The new weights serve. Errors: StaleUpdate; InstallFailed when they are not installed."""
         with self._lock:
-            self._claimed(update_id, claim)
+            if self._done(update_id) is not None:
+                return {}
+            self._serves(self._claimed(update_id, claim))
             return self._close("done", timings=timings)
 
     def abort(
@@ -397,7 +409,10 @@ class WorkerSession:
         return self._close(outcome, torn=torn, error=error, timings=timings)
 
     def hold(self, held: bool) -> dict[str, Any]:
-        """Somebody pauses or resumes generation by hand. Errors: EngineTorn, LeaseHeld when that must not be now."""
+        """Judge: somebody pauses or resumes generation by hand.
+
+        Errors: EngineTorn, LeaseHeld when that must not be now.
+        """
         with self._lock:
             if self.phase == "torn" and not held:
                 raise errors.EngineTorn("the engine holds half of an update: push all weights, that resumes it")
@@ -430,18 +445,48 @@ class WorkerSession:
         return self.update
 
     def _claimed(self, update_id: str, claim: int) -> Update:
+        """The open update, for who has the last claim: the judge knows it at once, the others by their next RPC."""
         update = self._opened(update_id)
-        if claim < update.claim:
-            raise _superseded(update_id, claim, update.claim)
+        last = self.lease.claim if self.lease is not None and self.lease.update_id == update_id else 0
+        if claim < max(update.claim, last):
+            raise _superseded(update_id, claim, max(update.claim, last))
         update.claim = claim
         return update
+
+    def _done(self, update_id: str) -> dict[str, Any] | None:
+        """The record of an update that has been finished here."""
+        return next((r for r in self.history if r["update_id"] == update_id and r["state"] == "done"), None)
+
+    def _serves(self, update: Update) -> None:
+        """The weights of this update are the worker's now. Errors: InstallFailed when they are not installed."""
+        if update.stages is None:
+            raise errors.InstallFailed(f"worker {self.worker} has not installed update {update.id}")
+        with self._lock:
+            self.weight_version, self.torn = update.version, False
 
     def _check_heals(self, cached: CachedPlan) -> None:
         if self.torn and not cached.full:
             raise errors.EngineTorn("the engine holds half of an update: a partial push cannot heal it, push all")
 
+    def _collect(self, update: Update) -> dict[str, Any]:
+        """Count what has landed. Each (agent, sequence) counts once; messages of other updates do not count.
+
+        Errors: IncarnationChanged, InvalidRequest when more arrived than the plan has.
+        """
+        if update.incarnation != self.plane.incarnation():
+            raise errors.IncarnationChanged(f"worker {self.worker} changed its incarnation during update {update.id}")
+        for agent, data in self.plane.notifications():
+            self._count(update, agent, data)
+        expected = self._expected(update)
+        if update.arrived_nbytes > expected:
+            raise errors.InvalidRequest(
+                f"worker {self.worker} got {update.arrived_nbytes} bytes, its plan has {expected}: two writers overlap",
+                expected_nbytes=expected, arrived_nbytes=update.arrived_nbytes,
+            )  # fmt: skip
+        return {"arrived_nbytes": update.arrived_nbytes, "expected_nbytes": expected, "foreign": update.foreign}
+
     def _check_complete(self, update: Update) -> None:
-        got = self.collected(update.id)
+        got = self._collect(update)
         if got["arrived_nbytes"] != got["expected_nbytes"]:
             raise errors.Incomplete(
                 f"worker {self.worker} has {got['arrived_nbytes']} of {got['expected_nbytes']} bytes",
@@ -482,7 +527,7 @@ class WorkerSession:
             update = self.update
             assert update is not None
             self.torn |= torn
-            if outcome != "done" and update.arrived_nbytes != self._expected(update) and not update.drained:
+            if outcome != "done" and not update.drained:
                 self.undrained = update.id
             record = self._record(update, "torn" if self.torn and outcome == "failed" else outcome)
             self.history.append(record | {"error": error, "timings": timings or {}, "at": time.time()})

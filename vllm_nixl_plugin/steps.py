@@ -1,9 +1,14 @@
 """The steps of one update in the hands of one API process: how a commit goes, and every way out of it.
 
-    waiting -> prepare -> pausing -> pause -> paused -> installing -> install -> resuming -> resume -> finish
+    prepare (waiting) -> [pausing] pause -> install (installing, installed) -> [resuming] resume -> finish
 
-Every step is recorded by the workers before it happens, and every step may be repeated, so whoever holds the claim
-goes on from where it finds an update. A step of an older claim is refused with StaleUpdate, which ends these `Steps`.
+What stands without brackets is one call of the engines each, the names in parentheses are the steps that the workers
+record by themselves in it, and those in brackets are told to the judge alone, past the engine's loop. Every step is
+recorded before it happens, and every step may be repeated, so whoever holds the claim goes on from where it finds an
+update. A step of an older claim is refused with StaleUpdate, which ends these `Steps`.
+
+The judge's step can be behind the other workers' by one call that has not reached all: who takes over tells all workers
+his claim first (`take_over`), after which nothing of the dead process gets through, and looks at all their steps.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ class Steps:
     def __init__(self, engine: Engine, update_id: str, claim: int, heartbeat_s: float) -> None:
         self._engine = engine
         self._update_id = update_id
-        self._claim = claim
+        self._mine = {"update_id": update_id, "claim": claim}
         self._heartbeat_s = heartbeat_s
         self._paused = False
 
@@ -42,6 +47,8 @@ class Steps:
         purpose = options.get("purpose")
         try:
             async with self._heartbeat():
+                if purpose == "commit" and step in PAUSED_STEPS:
+                    step = await self._take_over(step)
                 if step == "opening":
                     self._paused = True
                     await self.retract()
@@ -58,12 +65,19 @@ class Steps:
         except Exception:
             logger.exception("update %s: commit broke off; the watchdog goes on from its step", self._update_id)
 
-    async def stand_still(self, pause: PauseMode, timeout_s: float) -> None:
-        """Pause for an in-place update, before anybody gets its addresses. Errors: DeadlineExceeded, WorkerFailed."""
-        state = await self._open_state()
+    async def stand_still(
+        self, pause: PauseMode, timeout_s: float, state: dict[str, Any], paused: bool | None
+    ) -> None:
+        """Pause for an in-place update, before anybody gets its addresses. ``state``: the judge's, ``paused`` now.
+
+        Errors: DeadlineExceeded, WorkerFailed.
+        """
+        held = state["held"] if state["torn"] else paused is True
         async with self._heartbeat():
-            if not (state["torn"] and await self._engine.is_paused()):
-                mode: PauseMode = "keep" if state["held"] and pause == "wait" else pause
+            if held != state["held"]:
+                await self._record("opening", held=held)
+            if not (state["torn"] and paused):
+                mode: PauseMode = "keep" if held and pause == "wait" else pause
                 await self._pause_until(mode, "keep", time.monotonic() + timeout_s)
             await self._record("open")
 
@@ -83,23 +97,21 @@ class Steps:
             if step not in INSTALLING_STEPS and not await self._get_ready(step, request, timings):
                 return
             with _timed(timings, "install_s"):
-                if not await self._install(timings):
-                    return
+                judge = await self._install(timings)
+            if judge is None:
+                return
             with _timed(timings, "resume_s"):
-                await self._serve()
+                await self._serve(judge)
         await self._call("finish", timings=timings)
 
     async def _get_ready(self, step: str | None, request: CommitRequest, timings: dict[str, float]) -> bool:
         """All bytes are there and generation stands still. Otherwise the update is over, and nothing has changed."""
         deadline = time.monotonic() + request.timeout_s
         try:
-            if step not in PAUSED_STEPS:
-                await self._record("waiting")
             with _timed(timings, "wait_s"):
-                await self._wait_for_bytes(deadline)
-                await self._call("prepare")
+                judge, paused = await self._prepare(deadline)
             with _timed(timings, "pause_s"):
-                await self._pause(step, request, deadline)
+                await self._pause(step, request, deadline, judge, paused)
         except errors.StaleUpdate:
             raise
         except Exception as error:  # noqa: BLE001 - every failure before the install is undone
@@ -107,65 +119,81 @@ class Steps:
             return False
         return True
 
-    async def _wait_for_bytes(self, deadline: float) -> None:
-        pause_s = FIRST_POLL_S
+    async def _prepare(self, deadline: float) -> tuple[dict[str, Any], bool | None]:
+        """All workers have all bytes and are ready to install: the judge's answer, and whether generation is paused."""
+        wait_s = FIRST_POLL_S
         while True:
-            answers = await self._engine.call_all("collected", {"update_id": self._update_id})
+            answers, paused = await self._engine.call_all_and_is_paused("prepare", self._mine)
             short = [a for a in answers if a["result"]["arrived_nbytes"] != a["result"]["expected_nbytes"]]
             if not short:
-                return
+                return answers[0], paused
             if time.monotonic() >= deadline:
                 worker, got = short[0]["worker"], short[0]["result"]
                 found = f"{got['arrived_nbytes']} of {got['expected_nbytes']} bytes"
-                raise errors.Incomplete(f"worker {worker} has {found}", worker=worker, **got)
-            await asyncio.sleep(min(pause_s, max(deadline - time.monotonic(), 0.0)))
-            pause_s = min(pause_s * 2, SLOWEST_POLL_S)
+                counts = {key: got[key] for key in ("arrived_nbytes", "expected_nbytes", "foreign")}
+                raise errors.Incomplete(f"worker {worker} has {found}", worker=worker, **counts)
+            await asyncio.sleep(min(wait_s, max(deadline - time.monotonic(), 0.0)))
+            wait_s = min(wait_s * 2, SLOWEST_POLL_S)
 
-    async def _pause(self, step: str | None, request: CommitRequest, deadline: float) -> None:
+    async def _pause(
+        self, step: str | None, request: CommitRequest, deadline: float, judge: dict[str, Any], paused: bool | None
+    ) -> None:
         """Generation stands still, the caches are as the policy says. A torn or in-place engine is paused already."""
-        state = await self._open_state()
-        stands = state["torn"] or state["update"]["mode"] == "in_place"
-        held = state["held"] if stands or step in PAUSED_STEPS else await self._engine.is_paused() is True
+        state = judge["state"]
+        stands = state["torn"] or judge["result"]["mode"] == "in_place"
+        held = state["held"] if stands or step in PAUSED_STEPS else paused is True
         await self._record("pausing", held=held)
-        if not (stands and await self._engine.is_paused()):
+        if not (stands and paused):
             mode: PauseMode = "keep" if stands or (held and request.pause == "wait") else request.pause
             await self._pause_until(mode, request.kv_cache, deadline)
         elif request.kv_cache == "recompute":
             await self._engine.clear_caches()
-        await self._record("paused")
 
-    async def _install(self, timings: dict[str, float]) -> bool:
-        """True when all workers have installed. Otherwise the update is over: undone when no worker changed a byte."""
-        await self._record("installing")
+    async def _install(self, timings: dict[str, float]) -> dict[str, Any] | None:
+        """The judge's answer, when all workers have installed. Otherwise the update is over: undone when no worker
+        changed a byte.
+        """
         try:
             answers = await self._call("install", check=False)
         except errors.WorkerFailed as error:
             await self._tear(error)
-            return False
+            return None
         failures = [error_of(a) for a in answers if not a["ok"]]
         for failure in failures:
             if failure.details.get("superseded"):
                 raise failure
+        if any(isinstance(failure, errors.StaleUpdate) for failure in failures):
+            await self._open_state()
         for answer in answers:
             for stage, seconds in ((answer.get("result") or {}).get("stages") or {}).items():
                 timings[f"install.{stage}"] = max(seconds, timings.get(f"install.{stage}", 0.0))
+        versions = {a["result"]["version"] for a in answers if a["ok"]}
+        if len(versions) > 1:
+            failures.append(errors.WorkerFailed(f"the workers installed different versions: {sorted(versions)}"))
         if not failures:
-            return True
+            return answers[0]
         if len(failures) == len(answers) and all(f.details.get("untouched") for f in failures):
             await self._undo(failures[0])
         else:
             await self._tear(failures[0])
-        return False
+        return None
 
-    async def _serve(self) -> None:
-        state = await self._open_state()
+    async def _serve(self, judge: dict[str, Any]) -> None:
+        await asyncio.gather(self._label(judge["result"]["version"]), self._record("resuming"))
+        if not judge["state"]["held"]:
+            await self._resume()
+
+    async def _label(self, version: str) -> None:
         try:
-            await self._engine.set_weight_version(state["update"]["version"])
+            await self._engine.set_weight_version(version)
         except Exception as error:  # noqa: BLE001 - the weights serve; only vLLM's own label is missing
             logger.warning("vLLM did not take the weight version of update %s: %s", self._update_id, error)
-        await self._record("resuming", agree=True)
-        if not state["held"]:
-            await self._resume()
+
+    async def _take_over(self, step: str | None) -> str | None:
+        """The step to go on from: the judge's, or ``installing`` when an install has reached any worker."""
+        answers = await self._call("take_over")
+        reached = [a["state"]["step"] for a in answers if a["state"]["step"] in INSTALLING_STEPS]
+        return "installing" if reached and step != "undoing" else step
 
     # Ways out.
 
@@ -219,12 +247,10 @@ class Steps:
             raise errors.WorkerFailed(f"vLLM did not pause generation with its caches cleared: {error}") from error
 
     async def _call(self, action: str, *, check: bool = True, **args: Any) -> list[dict[str, Any]]:
-        args |= {"update_id": self._update_id, "claim": self._claim}
-        return await self._engine.call_all(action, args, check=check)
+        return await self._engine.call_all(action, args | self._mine, check=check)
 
-    async def _record(self, step: str, *, held: bool | None = None, agree: bool = False) -> None:
-        args = {"update_id": self._update_id, "claim": self._claim, "step": step, "held": held}
-        await self._engine.call_all("record_step", args, agree=agree)
+    async def _record(self, step: str, *, held: bool | None = None) -> None:
+        await self._engine.ask_judge("record_step", {"step": step, "held": held} | self._mine)
 
     async def _state(self) -> dict[str, Any]:
         return dict(await self._engine.ask_judge("status"))
@@ -242,8 +268,7 @@ class Steps:
             while True:
                 await asyncio.sleep(self._heartbeat_s)
                 with contextlib.suppress(errors.PushWeightsError):
-                    args = {"update_id": self._update_id, "claim": self._claim}
-                    await self._engine.ask_judge("heartbeat", args)
+                    await self._engine.ask_judge("heartbeat", self._mine)
 
         task = asyncio.create_task(beat())
         try:

@@ -1,10 +1,11 @@
 """Updates as one API process drives them: begin, commit, abort, and the watchdog that takes over from a dead process.
 
-    begin   grant (judge) -> begin (all: memory) -> [in_place: opening -> pause -> open] -> addresses to the caller
+    begin   grant (judge) -> begin (all: memory) -> [in_place: pause -> open (judge)] -> addresses to the caller
     commit  claim (judge) -> the steps of steps.py, in a task of its own
     abort   claim (judge) -> abort (all)
 
-No state of an update is kept here besides running tasks: any API process answers for any update.
+No state of an update is kept here besides running tasks: any API process answers for any update. What is said to the
+judge goes through its socket, past the engine's loop.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import uuid
 from collections.abc import Coroutine
 from typing import Any
 
-from vllm_nixl_plugin import __version__, errors, settings
+from vllm_nixl_plugin import __version__, errors, publish, settings
 from vllm_nixl_plugin.engine import Engine
 from vllm_nixl_plugin.session import FIRST_VERSION, PAUSED_STEPS, STALE_HEARTBEAT_S
 from vllm_nixl_plugin.steps import FIRST_POLL_S, RESUME_RETRY_S, SLOWEST_POLL_S, Steps
@@ -41,10 +42,11 @@ class Updates:
 
     def __init__(self, engine: Engine, *, heartbeat_s: float = 2.0, watch_s: float = 2.0) -> None:
         self.engine = engine
+        self.plans = publish.Blobs()
         self.claimant = uuid.uuid4().hex
         self._heartbeat_s = heartbeat_s
         self._watch_s = watch_s
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], str] = {}
         self._watchdog: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -75,16 +77,19 @@ class Updates:
         details = {
             "epoch": epoch, "version": request.version, "mode": request.mode,
             "known_bindings": list(request.known_bindings),
-            "held": request.mode == "in_place" and await self.engine.is_paused() is True,
         }  # fmt: skip
         steps = Steps(self.engine, update_id, 0, self._heartbeat_s)
         try:
-            answers = await self.engine.call_all("begin", common | details)
+            if request.mode == "in_place":
+                answers, paused = await self.engine.call_all_and_is_paused("begin", common | details)
+            else:
+                answers, paused = await self.engine.call_all("begin", common | details), None
+            state = answers[0]["state"]
             if _inconsistent(answers):
-                await self.engine.call_all("mark_torn", {"update_id": update_id})
+                state = (await self.engine.call_all("mark_torn", {"update_id": update_id}))[0]["state"]
             bound = tuple(_bound(a["result"]) for a in answers)
             if request.mode == "in_place":
-                await steps.stand_still(request.pause, request.lease_s)
+                await steps.stand_still(request.pause, request.lease_s, state, paused)
         except Exception as error:
             logger.warning("update %s cannot begin: %s", update_id, error)
             retracting = self._spawn(update_id, steps.retract())
@@ -124,6 +129,9 @@ class Updates:
     async def update_status(self, update_id: str, wait_s: float = 0.0) -> UpdateStatus:
         """How an update stands; waits up to ``wait_s`` while it is being committed. Errors: StaleUpdate."""
         deadline, pause_s = time.monotonic() + wait_s, FIRST_POLL_S
+        here = [task for task, of in self._tasks.items() if of == update_id]
+        if here and wait_s > 0:
+            await asyncio.wait(here, timeout=wait_s)
         while True:
             status = await self.engine.ask_judge("status")
             records = [*status["history"], *([status["update"]] if status["update"] else [])]
@@ -150,7 +158,7 @@ class Updates:
 
     async def pause(self, mode: PauseMode, kv_cache: KvCachePolicy) -> None:
         """Pause generation by hand; commits leave it paused from now on. Errors: LeaseHeld."""
-        await self.engine.call_all("hold", {"held": True})
+        await self.engine.ask_judge("hold", {"held": True})
         try:
             await self.engine.pause(mode, kv_cache)
         except Exception as error:
@@ -159,7 +167,7 @@ class Updates:
 
     async def resume(self) -> None:
         """Errors: EngineTorn, LeaseHeld."""
-        await self.engine.call_all("hold", {"held": False})
+        await self.engine.ask_judge("hold", {"held": False})
         await self.engine.resume()
 
     # Claims, heartbeats, watchdog.
@@ -177,12 +185,12 @@ class Updates:
 
     def _spawn(self, update_id: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=f"nixl-update-{update_id}")
-        self._tasks.add(task)
+        self._tasks[task] = update_id
         task.add_done_callback(self._ended)
         return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+        self._tasks.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("%s ended with %s: %s", task.get_name(), type(error).__name__, error)
 

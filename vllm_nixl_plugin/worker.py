@@ -17,11 +17,11 @@ from vllm_nixl_plugin.session import WorkerSession
 
 logger = logging.getLogger("vllm.nixl_plugin")
 
-CHANNEL_ACTIONS = frozenset({"status", "renew", "heartbeat", "grant", "claim"})
-JUDGE_ONLY = frozenset({"renew", "heartbeat", "grant", "claim", "channel"})
+CHANNEL_ACTIONS = frozenset({"status", "renew", "heartbeat", "grant", "claim", "record_step", "hold"})
+JUDGE_ONLY = CHANNEL_ACTIONS - {"status"} | {"channel"}
 ACTIONS = CHANNEL_ACTIONS | JUDGE_ONLY | {
     "describe", "plan_start", "plan_poll", "plan_read", "plan_summary",
-    "begin", "mark_torn", "collected", "record_step", "prepare", "install", "finish", "abort", "hold",
+    "begin", "mark_torn", "take_over", "prepare", "install", "finish", "abort",
 }  # fmt: skip
 
 
@@ -95,8 +95,8 @@ def _perform(session: WorkerSession, action: str, args: dict[str, Any]) -> Any:
             raise errors.InvalidRequest(f"the request names no plan for worker {mine}")
         return getattr(session, action)(plan=plan, **args)
     if action == "plan_start":
-        return session.plans.start(args["digest"], args["manifest"])
-    if action == "plan_poll":
+        session.plans.start(args["digest"], args["manifest"])
+    if action in ("plan_start", "plan_poll"):
         made = session.plans.poll(args["digest"])
         return made and {"plan": made.digest, "nbytes": len(made.blob)}
     if action == "plan_read":

@@ -132,6 +132,8 @@ MODELS: dict[str, Model] = {
                     topk_group=1, moe_intermediate_size=64, first_k_dense_replace=1, use_qk_norm=True),
     "gpt-oss": _lm("GptOss", **_HEADS | {"num_hidden_layers": 2}, num_local_experts=4, num_experts_per_tok=2,
                    sliding_window=32),
+    "gpt-oss-fp16": Model(lambda: tf.GptOssForCausalLM(tf.GptOssConfig(
+        **_HEADS, num_local_experts=4, num_experts_per_tok=2, sliding_window=32)), args={"dtype": "float16"}),
     "granite-moe": _lm("GraniteMoe", **_DENSE, **_SCALES, num_local_experts=4, num_experts_per_tok=2),
     "llama4": Model(lambda: tf.Llama4ForCausalLM(tf.Llama4TextConfig(
         **_HEADS, intermediate_size_mlp=256, num_local_experts=4, num_experts_per_tok=1, interleave_moe_layer_step=2,
@@ -209,6 +211,7 @@ MODELS: dict[str, Model] = {
     "odd-merges": _odd("Merges"),
     "odd-replaces": _odd("Replaces"),
     "odd-notes": _odd("Notes"),
+    "odd-caches": _odd("Caches"),
 }  # fmt: skip
 
 

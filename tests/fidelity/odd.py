@@ -1,10 +1,12 @@
 """Models whose loaders do what no loader of vLLM does that runs on a CPU, one kind each; all are Llama otherwise."""
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from vllm import ModelRegistry
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.models.llama import LlamaForCausalLM
 
 Weights = Iterable[tuple[str, Tensor]]
@@ -51,7 +53,8 @@ class ReplacesForCausalLM(LlamaForCausalLM):
         done = super().load_weights(iter(kept.items()))
         norm = self.model.norm
         norm.weight = nn.Parameter(kept["model.norm.weight"] * 2, requires_grad=False)
-        for layer in self.model.layers:
+        for number, layer in enumerate(self.model.layers):
+            done.add(f"model.layers.{number}.mlp.extra")
             layer.mlp.down_proj.weight.data = layer.mlp.down_proj.weight.data.clone()
             layer.mlp.extra = nn.Parameter(kept["model.norm.weight"][:7].float() + 1, requires_grad=False)
         return done
@@ -60,8 +63,8 @@ class ReplacesForCausalLM(LlamaForCausalLM):
 class NotesForCausalLM(LlamaForCausalLM):
     """Leaves a number behind in a layer that is processed after loading."""
 
-    def __init__(self, **kwargs: object) -> None:
-        super().__init__(**kwargs)
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
         for layer in self.model.layers:
             layer.mlp.down_proj.noted = 0
 
@@ -72,7 +75,28 @@ class NotesForCausalLM(LlamaForCausalLM):
         return done
 
 
-ODD = [LooksForCausalLM, ExponentiatesForCausalLM, MergesForCausalLM, ReplacesForCausalLM, NotesForCausalLM]
+class CachesForCausalLM(LlamaForCausalLM):
+    """Keeps what its first forward computes from a weight, in a layer that is not processed."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.model.norm.__class__ = _CachingNorm
+        self.model.norm.doubled = None
+
+
+class _CachingNorm(RMSNorm):
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        if self.doubled is None:
+            self.doubled = self.weight.data * 2
+            self.tripled = self.weight.data * 3
+        out = super().forward(x, residual)
+        first, *rest = out if isinstance(out, tuple) else (out,)
+        first = first * self.doubled + self.tripled
+        return (first, *rest) if rest else first
+
+
+ODD = [LooksForCausalLM, ExponentiatesForCausalLM, MergesForCausalLM, ReplacesForCausalLM, NotesForCausalLM,
+       CachesForCausalLM]  # fmt: skip
 
 
 def register() -> None:

@@ -15,8 +15,9 @@ from torch import nn
 
 from vllm_nixl_plugin.fingerprint import differences, fingerprint
 
-SAMPLE = ("gpt-oss", "phi", "gpt2", "llama-wide", "llama-awq")
-"""Biases held by plain objects; a parameter that the loader makes; transposed; opaque handles; packed integers."""
+SAMPLE = ("gpt-oss", "gpt-oss-fp16", "phi", "gpt2", "llama-awq", "odd-looks", "odd-notes", "odd-caches")
+"""Biases held by plain objects; a cast made by the first forward; a parameter that the loader makes; transposed
+weights; packed integers; the fallback; what a loader leaves behind; what a forward keeps."""
 
 
 @pytest.fixture(scope="module")

@@ -254,7 +254,7 @@ class FakeServer:
                         tensor.copy_(worker.shadow[name])
             self.version = opened.version
         self.updates[update_id] = self.updates[update_id].model_copy(
-            update={"state": state, "error": error, "timings": {"pause_s": 0.01, "install_s": 0.02, "resume_s": 0.03}}
+            update={"state": state, "error": error, "timings": {"wait_s": 0.04, "pause_s": 0.01, "install_s": 0.02, "resume_s": 0.03}}
         )
         return self.updates[update_id].model_copy(update={"state": "committing"})
 

@@ -22,7 +22,7 @@ from trainer_client.control import Control
 from trainer_client.link import Link, Offering, Plans
 from trainer_client.progress import Progress
 from trainer_client.registration import SourceMemory
-from trainer_client.report import ServerReport
+from trainer_client.report import SERVER_STAGES, ServerReport
 from trainer_client.transfer import Transfer
 from vllm_nixl_plugin.agent import Fabric
 from vllm_nixl_plugin.errors import (
@@ -172,9 +172,9 @@ class _Push:
                     "the server goes on by itself, ask for its status"
                 )
             status = self._control.update(status.update_id, min(left, POLL_S))
-        for stage in ("pause", "install", "resume"):
-            if f"{stage}_s" in status.timings:
-                self.seconds[stage] = status.timings[f"{stage}_s"]
+        for stage, timing in SERVER_STAGES.items():
+            if timing in status.timings:
+                self.seconds[stage] = status.timings[timing]
         if status.state != "done":
             if status.error:
                 raise from_wire({"error": status.error})

@@ -10,12 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-STAGES = ("plan", "route", "begin", "pack", "wire", "pause", "install", "resume", "total")
+STAGES = ("plan", "route", "begin", "pack", "wire", "prepare", "pause", "install", "resume", "total")
 """Stages in the order of the push. ``plan`` … ``wire`` and ``total`` are the client's clock, the rest the server's.
 
 ``pack`` and ``wire`` overlap: ``pack`` is the time spent copying into send buffers, ``wire`` the time from the first
-post to the last completed write, less ``pack``.
+post to the last completed write, less ``pack``. ``prepare`` waits for the last notifications and runs vLLM's processing
+beside the serving weights; no token is made while it does, so that requests stand still for prepare, pause, install and
+resume together.
 """
+
+SERVER_STAGES = {"prepare": "wait_s", "pause": "pause_s", "install": "install_s", "resume": "resume_s"}
+"""Stages that the server times, and what it calls them."""
 
 
 @dataclass(frozen=True)

@@ -279,5 +279,6 @@ def write_checkpoints(seeds: dict[str, int], name: str) -> None:
             _PROCESSORS[MODELS[name].processor](Path(path))
 
 
-COMPILED = ["llama", "qwen3-tied", "gemma2", "gpt2", "qwen3-moe", "deepseek-v2", "mamba2", "granite-hybrid"]
+COMPILED = ["llama", "qwen3-tied", "gemma2", "gpt2", "qwen3-moe", "gpt-oss-fp16", "deepseek-v2", "mamba2",
+            "granite-hybrid"]  # fmt: skip
 TP2 = ["llama", "qwen3-tied", "phi3", "gpt2", "falcon", "gemma3", "qwen3-moe", "gpt-oss", "deepseek-v2", "mamba2"]

@@ -53,6 +53,9 @@ def model(seed: int = 0, dtype: torch.dtype = torch.float32, width: int = 64) ->
     }  # fmt: skip
 
 
+TIMINGS = {"wait_s": 0.04, "pause_s": 0.01, "install_s": 0.02, "resume_s": 0.03}
+
+
 class Worker:
     """One rank: its parameters, the loader, and its memory."""
 
@@ -254,7 +257,7 @@ class FakeServer:
                         tensor.copy_(worker.shadow[name])
             self.version = opened.version
         self.updates[update_id] = self.updates[update_id].model_copy(
-            update={"state": state, "error": error, "timings": {"wait_s": 0.04, "pause_s": 0.01, "install_s": 0.02, "resume_s": 0.03}}
+            update={"state": state, "error": error, "timings": TIMINGS}
         )
         return self.updates[update_id].model_copy(update={"state": "committing"})
 

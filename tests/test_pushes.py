@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from harness import TOKEN, EngineOptions, Server, completions, reference
-from harness.checkpoints import read_weights, write_checkpoint
+from harness.checkpoints import read_weights, write_checkpoint, write_weights
 from trainer_client import PushFailed, WeightClient
 
 pytestmark = pytest.mark.server
@@ -242,3 +242,37 @@ def test_the_plugin_imports_without_the_trainer():
     """
     done = run_without("trainer_client", code)
     assert done.returncode == 0, done.stderr
+
+
+def merged(weights: dict[str, torch.Tensor], part: dict[str, torch.Tensor], path: Path, like: Path) -> Path:
+    return write_weights(path, weights | part, like=like)
+
+
+PARTS = {
+    "one of the fused": ["model.layers.0.self_attn.k_proj.weight"],
+    "a whole layer": [],
+    "norms": ["model.norm.weight", "model.layers.1.input_layernorm.weight"],
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_partial_push_merges_with_what_serves(served, client, tmp_path, part):
+    server, a, b = served
+    names = PARTS[part] or [n for n in read_weights(b) if n.startswith("model.layers.1.")]
+    chosen = {n: w for n, w in read_weights(b).items() if n in names}
+    both = merged(read_weights(a), chosen, tmp_path / "merged", a)
+    client.push_weights(read_weights(a))
+    client.push_weights(chosen, partial=True)
+    assert completions(server.url) == reference(both, options=server.options)
+    client.push_weights(read_weights(b))
+    assert completions(server.url) == reference(b, options=server.options)
+
+
+def test_a_server_that_takes_lora_adapters_is_updated_below_them(tmp_path):
+    options = EngineOptions(args=("--enable-lora", "--max-lora-rank", "8"))
+    a, b = (write_checkpoint(tmp_path / f"qwen3-{seed}", "qwen3", seed) for seed in (1, 2))
+    with Server(a, options) as server, WeightClient([server.url], token=TOKEN) as client:
+        assert completions(server.url) == reference(a, options=options)
+        for target in (b, a, b):
+            client.push_weights(read_weights(target))
+            assert completions(server.url) == reference(target, options=options)

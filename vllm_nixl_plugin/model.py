@@ -62,9 +62,26 @@ class LoadRecord:
     """Paths of modules in which processing made tensors that were not there before."""
     state: dict[str, Any] = field(default_factory=dict)
     """Geometry of tensors and plain values, by path, when loading ended: what differs later is the engine's."""
+    modules: dict[str, weakref.ref[nn.Module]] = field(default_factory=dict)
+    """The module objects by path when loading ended. LoRA may wrap them later: they serve on below the wrapper."""
     twin: Twin | None = None
     twin_error: str | None = None
     seconds: float = 0.0
+
+
+    def served(self) -> dict[str, nn.Module]:
+        """The modules that were loaded and still serve, by the path that they had then."""
+        return {path: module for path, ref in self.modules.items() if (module := ref()) is not None}
+
+    def tensor_at(self, path: str) -> torch.Tensor | None:
+        """The parameter, buffer or tensor attribute that is served now under a path of then."""
+        parent, _, name = path.rpartition(".")
+        ref = self.modules.get(parent)
+        module = ref() if ref is not None else None
+        if module is None:
+            return None
+        value = module._parameters.get(name, module._buffers.get(name))
+        return value if value is not None else getattr(module, name, None)
 
 
 _records: weakref.WeakKeyDictionary[nn.Module, LoadRecord] = weakref.WeakKeyDictionary()
@@ -172,6 +189,7 @@ class _Recorder:
     def processed(self, record: LoadRecord) -> None:
         assert self.model is not None
         for path, module in self.model.named_modules():
+            record.modules[path] = weakref.ref(module)
             if _storages(module) - self.before.get(path, set()):
                 record.derived.add(path)
             for name, slot in graph.owned(module):

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -43,6 +44,8 @@ from vllm_nixl_plugin.planning import Fill, Planned, check_against_checkpoint, d
 from vllm_nixl_plugin.settings import WorkerSettings
 from vllm_nixl_plugin.tracing import Opaque, Source
 from vllm_nixl_plugin.wire import Binding, Manifest, Mode, WorkerPlan
+
+logger = logging.getLogger("vllm.nixl_plugin")
 
 _MAX_PLANS = 16
 
@@ -217,9 +220,10 @@ class WorkerPlane:
         lacking = [d.names[0] for d in plan.destinations if d.home == "shadow"]
         if lacking:
             raise PlanRefused(
-                "a partial push needs the rest of the weights in load layout, and this worker does not hold them: "
-                f"{', '.join(lacking[:5])}. Push all weights once, then partially.",
-                missing=lacking[:1000],
+                f"a partial push into {', '.join(lacking[:5])} needs the other weights of these layers and of their "
+                "neighbours as they were loaded, and this worker no longer has them. Push all weights once with "
+                "mode='shadow', then partially.",
+                layers=lacking[:1000],
             )
 
     def _is_partial(self, plan: WorkerPlan) -> bool:
@@ -244,7 +248,7 @@ class WorkerPlane:
         assert record is not None
         found: torch.Tensor | None = None
         for path in destination.names:
-            tensor = _at(self.model, path)
+            tensor = record.tensor_at(path)
             if tensor is None or record.state.get(path) != geometry_of(tensor):
                 record.live.discard(path)
                 raise UnknownPlan(f"{path} no longer lies where it was loaded; plan again")
@@ -307,16 +311,15 @@ class WorkerPlane:
             pairing = Pairing(record.state, captured=captured, engines=engines)
             paths = self._processed_paths(plan)
             written = {name.rpartition(".")[0] for d in plan.destinations for name in d.names if d.home != "source"}
+            served = record.served()
             try:
                 if paths:
                     self._process(planned, mode, paths)
                     clock.lap("process")
-                    served = dict(self.model.named_modules())
                     for path in sorted(paths & set(served)):
                         pairing.module(path, served[path], twin.modules[path])
-                for path, module in () if captured else self.model.named_modules():
-                    if path in written and path not in paths:
-                        pairing.unprocessed(path, module)
+                for path in () if captured else (written - paths) & set(served):
+                    pairing.unprocessed(path, served[path])
                 clock.lap("compare")
                 self._synchronize()
                 live = self._live_copies(planned, paths) if mode == "shadow" else ([], [])
@@ -326,6 +329,7 @@ class WorkerPlane:
                 if isinstance(error, PushWeightsError):
                     error.details["untouched"] = mode == "shadow"
                     raise
+                logger.exception("worker %s could not prepare an install", self.describe()["worker"])
                 raise InstallFailed(
                     f"worker {self.describe()['worker']}: {type(error).__name__}: {error}", untouched=mode == "shadow"
                 ) from error
@@ -348,13 +352,15 @@ class WorkerPlane:
                 prepared.change.apply()
                 self._synchronize()
             except Exception as error:
+                logger.exception("worker %s could not finish an install", self.describe()["worker"])
                 raise InstallFailed(f"worker {self.describe()['worker']}: {type(error).__name__}: {error}") from error
             finally:
                 clock.lap("copy")
                 for path, _, value in prepared.change.rebinds:
                     record.state[path] = state_of(value)
                 self._release_twin()
-            self._base_complete = mode == "shadow" or not any(d.home == "live" for d in plan.destinations)
+            whole = mode == "shadow" or not any(d.home == "live" for d in plan.destinations)
+            self._base_complete = whole and (self._base_complete or not self._is_partial(plan))
             clock.lap("release")
             return prepared.seconds
 
@@ -395,10 +401,11 @@ class WorkerPlane:
 
     def _contents(self, planned: Planned, mode: Mode, paths: set[str]) -> dict[int, torch.Tensor]:
         """Storages for the modules that are processed: copies of what arrived, else what creation or the engine has."""
-        twin, arena = self.twin, self._arena
+        twin, arena, record = self.twin, self._arena, self.record
         assert arena is not None
+        assert record is not None
         index = {key: i for i, key in enumerate(planned.keys)}
-        served = dict(self.model.named_modules())
+        partial, served = self._is_partial(planned.plan), record.served()
         wanted: dict[int, torch.Tensor] = {}
         keys = twin.storage_keys()
         for path in paths:
@@ -411,6 +418,8 @@ class WorkerPlane:
                     wanted[key] = arena[key].clone()
                 elif key in index:
                     wanted[key] = self._live_storage(planned, index[key]).clone()
+                elif partial and key in arena:  # what the last full push brought
+                    wanted[key] = arena[key].clone()
                 elif info.value is None and path in served:
                     today = dict(graph.tensors(served[path])).get(name)
                     if today is not None and today.untyped_storage().nbytes() == info.nbytes:
@@ -482,16 +491,6 @@ class _Clock:
 
 def _is_live(plan: WorkerPlan, index: int) -> bool:
     return plan.destinations[index].home == "live"
-
-
-def _at(model: nn.Module, path: str) -> torch.Tensor | None:
-    parent, _, name = path.rpartition(".")
-    try:
-        module = model.get_submodule(parent) if parent else model
-    except AttributeError:
-        return None
-    value = module._parameters.get(name, module._buffers.get(name))
-    return value if value is not None else getattr(module, name, None)
 
 
 def _fill(target: torch.Tensor, fill: Fill, source: Any, dtype: torch.dtype | None) -> None:

@@ -232,6 +232,9 @@ def _not_ready(status: dict[str, Any]) -> str:
     if status["torn"]:
         return "an update broke off half-way: push all weights"
     if update and (update["mode"] == "in_place" or update["step"] in PAUSED_STEPS):
+        lease = status["lease"]
+        if update["mode"] == "in_place" and lease and lease["expires_in_s"] < 0 and not lease["claim"]:
+            return f"the trainer of in-place update {update['update_id']} fell silent: push all weights"
         return f"update {update['update_id']} has paused generation"
     if status["held"]:
         return "generation was paused by hand"

@@ -170,7 +170,8 @@ def trainer_weights(folder: Path, device: str) -> dict[str, torch.Tensor]:
 
 TARGET = """
 import sys, torch, base64
-from vllm_nixl_plugin.agent import NixlAgent, Region
+from vllm_nixl_plugin.agent import NixlAgent
+from vllm_nixl_plugin.fabric import Region
 nbytes, device = int(sys.argv[1]), int(sys.argv[2])
 memory = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{device}")
 agent = NixlAgent("raw-target")
@@ -186,7 +187,8 @@ def raw_write_s(nbytes: int, source: torch.Tensor, target_device: int) -> float:
 
     import numpy as np
 
-    from vllm_nixl_plugin.agent import Descriptors, NixlAgent, Region
+    from vllm_nixl_plugin.agent import NixlAgent
+    from vllm_nixl_plugin.fabric import Descriptors, Region
 
     path = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(

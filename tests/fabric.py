@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from vllm_nixl_plugin.agent import Descriptors, Fabric, MemoryFabric, MemoryNetwork, NixlAgent, Region
+from vllm_nixl_plugin.agent import NixlAgent
+from vllm_nixl_plugin.fabric import Descriptors, Fabric, Region
+from vllm_nixl_plugin.memory_fabric import MemoryFabric, MemoryNetwork
 
 
 def region_of(array: np.ndarray[Any, Any]) -> Region:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from vllm_nixl_plugin import errors
-from vllm_nixl_plugin.agent import Fabric, MemoryFabric, MemoryNetwork, Region
+from vllm_nixl_plugin.fabric import Fabric, Region
+from vllm_nixl_plugin.memory_fabric import MemoryFabric, MemoryNetwork
 from vllm_nixl_plugin.planning import TracedDestination, make_plan
 from vllm_nixl_plugin.tracing import Tracer
 from vllm_nixl_plugin.wire import (

@@ -16,18 +16,10 @@ import numpy as np
 import pytest
 
 from fabric import Pair, ProcessTarget, collect, ranges, region_of
-from vllm_nixl_plugin.agent import (
-    REMEDIES,
-    Descriptors,
-    MemoryFabric,
-    MemoryNetwork,
-    NixlAgent,
-    Region,
-    load_nixl,
-    nixl_errors,
-    wait_all,
-)
+from vllm_nixl_plugin.agent import REMEDIES, NixlAgent, load_nixl, nixl_errors
 from vllm_nixl_plugin.errors import DeadlineExceeded, FabricError, RegistrationFailed
+from vllm_nixl_plugin.fabric import Descriptors, Region, wait_all
+from vllm_nixl_plugin.memory_fabric import MemoryFabric, MemoryNetwork
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}  # as /proc/net/tcp writes 127.0.0.1 and ::1
 TIMEOUT_S = 10

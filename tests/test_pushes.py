@@ -276,3 +276,16 @@ def test_a_server_that_takes_lora_adapters_is_updated_below_them(tmp_path):
         for target in (b, a, b):
             client.push_weights(read_weights(target))
             assert completions(server.url) == reference(target, options=options)
+
+
+def test_a_head_that_vllm_has_tied_since_loading_is_not_pushed_into(tmp_path):
+    a, b = (write_checkpoint(tmp_path / f"qwen3-{seed}", "qwen3-tied", seed) for seed in (1, 2))
+    equal, different = dict(read_weights(a)), dict(read_weights(b))
+    equal["lm_head.weight"] = equal["model.embed_tokens.weight"].clone()
+    different["lm_head.weight"] = different["model.embed_tokens.weight"] + 1
+    tied = write_weights(tmp_path / "tied", equal, like=a)
+    with Server(tied, SCALE_OUT) as server, WeightClient([server.url], token=TOKEN) as client:
+        before = completions(server.url)
+        with pytest.raises(PushFailed, match="tied them into one"):
+            client.push_weights(different)
+        assert completions(server.url) == before

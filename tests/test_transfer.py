@@ -13,8 +13,9 @@ from trainer_client.registration import BUFFERS, SendBuffers, SourceMemory
 from trainer_client.routing import Offer, compute_route
 from trainer_client.sources import collect
 from trainer_client.transfer import Lane, Transfer
-from vllm_nixl_plugin.agent import MemoryFabric, MemoryNetwork, NixlAgent
+from vllm_nixl_plugin.agent import NixlAgent
 from vllm_nixl_plugin.errors import DeadlineExceeded, FabricError, InvalidRequest
+from vllm_nixl_plugin.memory_fabric import MemoryFabric, MemoryNetwork
 from vllm_nixl_plugin.wire import Manifest, decode_landed
 
 

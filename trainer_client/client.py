@@ -33,8 +33,9 @@ from trainer_client.registration import SourceMemory
 from trainer_client.report import PushReport
 from trainer_client.sources import Sources, collect, unwrap
 from trainer_client.transfer import synchronize
-from vllm_nixl_plugin.agent import Fabric, NixlAgent
+from vllm_nixl_plugin.agent import NixlAgent
 from vllm_nixl_plugin.errors import InvalidRequest, PushFailed, PushWeightsError
+from vllm_nixl_plugin.fabric import Fabric
 from vllm_nixl_plugin.wire import KvCachePolicy, Mode, PauseMode, ServerStatus
 
 if TYPE_CHECKING:

@@ -67,6 +67,8 @@ class Control:
             raise InvalidRequest(f"server {server!r} is not a URL ({error}); expected http://host:port") from None
         if url.scheme not in ("http", "https") or not url.host:
             raise InvalidRequest(f"server {server!r} is not an HTTP URL; expected http://host:port")
+        if token and not token.isascii():
+            raise InvalidRequest("the token has characters beyond ASCII, which an HTTP header cannot carry")
         self.server = server.rstrip("/")
         self._timeout_s = timeout_s
         headers = {"Authorization": f"Bearer {token}"} if token else {}

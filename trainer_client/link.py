@@ -16,8 +16,8 @@ from trainer_client.registration import SendBuffers, SourceMemory
 from trainer_client.routing import Offer, Route, compute_route
 from trainer_client.sources import Sources
 from trainer_client.transfer import Lane, Transfer
-from vllm_nixl_plugin.agent import Fabric
 from vllm_nixl_plugin.errors import InvalidRequest, PlanRefused, WorkerFailed
+from vllm_nixl_plugin.fabric import Fabric
 from vllm_nixl_plugin.wire import Binding, Manifest, PlannedWorker, UpdateOpened, WorkerPlan
 
 

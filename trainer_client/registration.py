@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer_client.sources import Sources
-from vllm_nixl_plugin.agent import Fabric, Memory, Region, Registration
+from vllm_nixl_plugin.fabric import Fabric, Memory, Region, Registration
 
 if TYPE_CHECKING:
     from torch import Tensor

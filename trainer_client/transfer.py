@@ -26,8 +26,8 @@ from trainer_client.batching import Runs
 from trainer_client.packing import PreparedBatch
 from trainer_client.registration import BUFFERS, Place, SendBuffers, SourceMemory
 from trainer_client.routing import Route
-from vllm_nixl_plugin.agent import Descriptors, Fabric, Memory, Write, wait_all
 from vllm_nixl_plugin.errors import DeadlineExceeded, FabricError, InvalidRequest
+from vllm_nixl_plugin.fabric import Descriptors, Fabric, Memory, Write, wait_all
 from vllm_nixl_plugin.wire import Binding, Landed, encode_landed
 
 if TYPE_CHECKING:

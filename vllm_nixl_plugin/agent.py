@@ -1,18 +1,6 @@
-"""The fabric: registered memory, one-sided WRITEs and notifications. The only file that imports nixl.
+"""The real fabric: NIXL with UCX, behind the seam that `fabric` describes. The only file that imports nixl.
 
-Target (a vLLM worker):      `register`, publish `metadata()`, read `notifications()`.
-Initiator (a trainer rank):  `register`, `connect(metadata)`, `prepare_write` once, then per update `post(message)` and
-                             `wait_all`; at the end `release` the writes, `disconnect`, `close`.
-
-`NixlAgent` is the real fabric and `MemoryFabric` a fake that copies bytes within one process. What both keep:
-
-* Every post carries a message; NIXL would send the previous one again. The target sees it once, after the bytes. NIXL
-  sends it from `Write.done`, so a write that nobody waits for lands in silence.
-* A write in flight cannot be released, nor can the memory and the connection under a prepared write: giving up does not
-  stop the bytes. The way out is `close`, which destroys the agent.
-* The target needs nothing from the initiator: its notifications arrive without `connect`.
-* A handle (`Registration`, `Write`) belongs to this process; descriptors and metadata may be published.
-* Methods may be called from several threads; one write belongs to one thread at a time.
+Exceptions of nixl become `FabricError` here (`NixlAgent._call`), each with a remedy.
 
 Interfaces. UCX takes network devices from ``UCX_NET_DEVICES``, set here while the agent is created and put back after
 that (NIXL's ``device_list`` appends ":1" to each name, which fits mlx5_0 but not a TCP interface). The ways within one
@@ -21,30 +9,20 @@ host (shared memory, cuda_ipc) are not network devices and always stay available
 
 from __future__ import annotations
 
-import ctypes
-import json
 import logging
 import os
 import socket
 import threading
-import time
-import uuid
-import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from vllm_nixl_plugin.errors import DeadlineExceeded, FabricError, RegistrationFailed
-
-Memory = Literal["DRAM", "VRAM"]
+from vllm_nixl_plugin.errors import FabricError, RegistrationFailed
+from vllm_nixl_plugin.fabric import REGISTRATION_HINT, Descriptors, Fabric, Region, Write
 
 REMEDIES: Mapping[str, str] = {
     "nixlBackendError": "see the UCX and NIXL lines on stderr, and leave UCX_TLS unset",
@@ -63,302 +41,6 @@ REMEDIES: Mapping[str, str] = {
     "ValueError": "an argument is not understood by this version of NIXL",
 }
 """What to do about each exception of ``nixl._bindings``, and the two that pybind11 makes of foreign C++ ones."""
-
-REGISTRATION_HINT = (
-    "memory must be mapped now and stay so (sleep mode unmaps it), GPU memory must come from cudaMalloc (not from "
-    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True), and an RDMA device needs `ulimit -l unlimited`"
-)
-
-
-@dataclass(frozen=True)
-class Region:
-    """A contiguous range of memory of this process. ``device_id`` is the CUDA index, 0 for host memory."""
-
-    address: int
-    nbytes: int
-    memory: Memory = "DRAM"
-    device_id: int = 0
-
-    @classmethod
-    def of(cls, tensor: Any) -> Region:
-        """The whole storage under a torch tensor (not just the part that a view shows)."""
-        storage, device = tensor.untyped_storage(), tensor.device
-        if device.type not in ("cpu", "cuda"):
-            raise RegistrationFailed(f"a tensor on device {device} has no memory that NIXL can reach; use cpu or cuda")
-        if device.type == "cpu":
-            return cls(storage.data_ptr(), storage.nbytes())
-        return cls(storage.data_ptr(), storage.nbytes(), "VRAM", device.index or 0)
-
-
-@dataclass(frozen=True, eq=False)
-class Descriptors:
-    """Ranges of registered memory on one device of one side: addresses and sizes in bytes, int64 of shape [n]."""
-
-    addresses: NDArray[np.int64]
-    nbytes: NDArray[np.int64]
-    memory: Memory = "DRAM"
-    device_id: int = 0
-
-    def overlaps(self, region: Region) -> bool:
-        """Whether any range touches the region."""
-        if (self.memory, self.device_id) != (region.memory, region.device_id):
-            return False
-        ends = self.addresses + self.nbytes
-        return bool(np.any((self.addresses < region.address + region.nbytes) & (ends > region.address)))
-
-
-class Registration:
-    """Memory that may be read or written by the fabric until `release`."""
-
-    def __init__(self, agent: Fabric, regions: Sequence[Region], free: Callable[[], None]) -> None:
-        self.regions = tuple(regions)
-        self._agent = agent
-        self._free = free
-
-    def release(self) -> None:
-        """Deregister. Refused while an unreleased write reads from it; doing it twice is fine."""
-        if self not in self._agent._registrations:
-            return
-        for write in tuple(self._agent._writes):
-            if any(write.source.overlaps(region) for region in self.regions):
-                raise self._agent._error(f"memory cannot be deregistered under {write}; release the write first")
-        self._free()
-        self._agent._registrations.discard(self)
-
-
-class Write(ABC):
-    """One prepared WRITE, posted any number of times: prepared -> in_flight -> done | failed, at the end released."""
-
-    def __init__(self, agent: Fabric, remote: str, source: Descriptors, destination: Descriptors) -> None:
-        self.remote = remote
-        self.source, self.destination = source, destination
-        self.nbytes = int(source.nbytes.sum())
-        self.state: Literal["prepared", "in_flight", "done", "failed", "released"] = "prepared"
-        self._agent = agent
-        self._failure: FabricError | None = None
-
-    def __str__(self) -> str:
-        return f"the {self.state} write of {self.nbytes:,} bytes from {self._agent.name!r} to {self.remote!r}"
-
-    def post(self, message: bytes) -> None:
-        """Start the transfer; the target gets ``message`` when the bytes are there. Keep the source until then.
-
-        Between processes of one host that share no GPU, UCX copies the bytes before this returns (without the GIL).
-        """
-        if not message:
-            raise FabricError(f"{self}: every post carries a message, or the target gets the previous one again")
-        if self.state not in ("prepared", "done"):
-            raise FabricError(f"{self} cannot be posted; wait for it, or prepare it again if it failed or was released")
-        self.state = "in_flight"
-        self._advance(lambda: self._start(message))
-
-    def done(self) -> bool:
-        """Whether the last post has completed; drives it on. Raises `FabricError` when it failed."""
-        if self.state == "in_flight":
-            self._advance(self._check)
-        if self._failure:
-            raise self._failure
-        if self.state not in ("in_flight", "done"):
-            raise FabricError(f"{self} is not posted")
-        return self.state == "done"
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait until `done`. `DeadlineExceeded` leaves the write in flight: its memory must still not be touched."""
-        wait_all([self], timeout_s)
-
-    def release(self) -> None:
-        """Free the handle. Refused while in flight (that would not stop the bytes); doing it twice is fine."""
-        if self.state == "in_flight":
-            raise self._agent._error(f"{self} cannot be released; wait for it, or close the agent")
-        if self.state != "released":
-            self._free()
-            self.state = "released"
-            self._agent._writes.discard(self)
-
-    def _advance(self, step: Callable[[], bool]) -> None:
-        try:
-            finished = step()
-        except FabricError as failure:
-            self.state, self._failure = "failed", failure
-            raise
-        self.state = "done" if finished else "in_flight"
-
-    @abstractmethod
-    def _start(self, message: bytes) -> bool: ...
-
-    @abstractmethod
-    def _check(self) -> bool: ...
-
-    @abstractmethod
-    def _free(self) -> None: ...
-
-
-def wait_all(writes: Sequence[Write], timeout_s: float) -> None:
-    """Wait until every posted write is settled, then raise the first failure, if there was one.
-
-    A failed write does not end the wait for the others, so that afterwards nothing reads the source memory. When time
-    runs out, `DeadlineExceeded` says how many are still in flight (``write.state``); those keep their memory until they
-    are done or the agent is closed.
-    """
-    deadline = time.monotonic() + timeout_s
-    pending, failure, pause_s = list(writes), None, 0.0
-    spin_until = time.monotonic() + 0.0005
-    while True:
-        unsettled = []
-        for write in pending:
-            try:
-                if not write.done():
-                    unsettled.append(write)
-            except FabricError as error:
-                failure = failure or error
-        pending = unsettled
-        now = time.monotonic()
-        if not pending or now >= deadline:
-            break
-        if now >= spin_until:
-            pause_s = min(max(pause_s * 1.5, 2e-5), 1e-3)
-            time.sleep(min(pause_s, deadline - now))
-    if pending:
-        remotes = sorted({write.remote for write in pending})
-        names = ", ".join(map(repr, remotes))
-        raise DeadlineExceeded(
-            f"{len(pending)} of {len(writes)} writes, to {names}, still in flight after {timeout_s:g} s; "
-            "the source memory must stay untouched until they are done or the agent is closed",
-            remotes=remotes,
-            nbytes=sum(write.nbytes for write in pending),
-            failure=failure.message if failure else None,
-        )
-    if failure:
-        raise failure
-
-
-class Fabric(ABC):
-    """An agent: its own memory, the other agents that it knows, and the writes prepared to them.
-
-    Every method may raise `FabricError`. A context manager closes the agent.
-    """
-
-    def __init__(self, name: str) -> None:
-        if not name:
-            raise FabricError("an agent needs a name; let it carry the incarnation of its process")
-        self.name = name
-        self._open = True
-        self._remotes: dict[str, bytes] = {}
-        self._writes: set[Write] = set()
-        self._registrations: set[Registration] = set()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-    def register(self, regions: Sequence[Region]) -> Registration:
-        """Make memory readable and writable by the fabric, or raise `RegistrationFailed` and register none of it."""
-        self._require_open()
-        for region in regions:
-            if region.address <= 0 or region.nbytes <= 0:
-                raise RegistrationFailed(f"agent {self.name!r}: {region} is no memory; {REGISTRATION_HINT}")
-        registration = Registration(self, regions, self._register(regions))
-        self._registrations.add(registration)
-        return registration
-
-    def metadata(self) -> bytes:
-        """The right to write into all memory registered so far: a secret. Publish it again after registering more."""
-        self._require_open()
-        name = self.name.encode()
-        body = len(name).to_bytes(2, "big") + name + self._export()
-        return zlib.crc32(body).to_bytes(4, "big") + body
-
-    def connect(self, metadata: bytes) -> str:
-        """Learn about another agent and return its name. A known one whose metadata differ is disconnected first."""
-        self._require_open()
-        body = metadata[4:]
-        if not body or zlib.crc32(body) != int.from_bytes(metadata[:4], "big"):  # NIXL can crash on damaged ones
-            raise self._error(f"{len(metadata)} bytes are not the whole metadata of an agent; fetch them again")
-        length = 2 + int.from_bytes(body[:2], "big")
-        name = body[2:length].decode()
-        if name == self.name:
-            raise self._error("the other side has the same name; let names carry the incarnation")
-        if self._remotes.get(name) != metadata:
-            self.disconnect(name)
-            self._import(name, body[length:])
-            self._remotes[name] = metadata
-        return name
-
-    def disconnect(self, name: str) -> None:
-        """Forget an agent. Refused while a write to it is not released; an unknown name is fine."""
-        self._require_open()
-        if blocking := next((write for write in tuple(self._writes) if write.remote == name), None):
-            raise self._error(f"cannot disconnect {name!r} under {blocking}; release it first")
-        if self._remotes.pop(name, None) is not None:
-            self._forget(name)
-
-    def prepare_write(self, remote: str, source: Descriptors, destination: Descriptors) -> Write:
-        """Pair range by range the memory to read here with the memory to write at ``remote``."""
-        self._require_open(remote)
-        shapes = {array.shape for side in (source, destination) for array in (side.addresses, side.nbytes)}
-        if len(shapes) != 1 or source.nbytes.ndim != 1 or not source.nbytes.size:
-            raise self._error(f"a write needs four arrays of one length above 0, not {sorted(shapes)}")
-        if not np.array_equal(source.nbytes, destination.nbytes) or source.nbytes.min() <= 0:
-            raise self._error(f"the sizes of a write to {remote!r} must be the same on both sides, and above 0")
-        write = self._prepare(remote, source, destination)
-        self._writes.add(write)
-        return write
-
-    def notify(self, remote: str, message: bytes) -> None:
-        """Send a message that belongs to no write."""
-        self._require_open(remote)
-        self._send(remote, message)
-
-    def notifications(self) -> list[tuple[str, bytes]]:
-        """The messages (sender, message) that came since the last call, in order for each sender."""
-        self._require_open()
-        return self._drain()
-
-    def close(self) -> None:
-        """Destroy the agent with all its handles, in flight or not. Doing it twice is fine."""
-        if self._open:
-            self._open = False
-            self._destroy()
-            for write in self._writes:
-                write.state = "released"
-            self._writes.clear()
-            self._registrations.clear()
-            self._remotes.clear()
-
-    def _error(self, what: str, **details: Any) -> FabricError:
-        return FabricError(f"agent {self.name!r}: {what}", agent=self.name, **details)
-
-    def _require_open(self, remote: str | None = None) -> None:
-        if not self._open:
-            raise self._error("it is closed")
-        if remote is not None and remote not in self._remotes:
-            raise self._error(f"not connected to {remote!r}; connect(metadata) first")
-
-    @abstractmethod
-    def _register(self, regions: Sequence[Region]) -> Callable[[], None]: ...
-
-    @abstractmethod
-    def _export(self) -> bytes: ...
-
-    @abstractmethod
-    def _import(self, name: str, blob: bytes) -> None: ...
-
-    @abstractmethod
-    def _forget(self, name: str) -> None: ...
-
-    @abstractmethod
-    def _prepare(self, remote: str, source: Descriptors, destination: Descriptors) -> Write: ...
-
-    @abstractmethod
-    def _send(self, remote: str, message: bytes) -> None: ...
-
-    @abstractmethod
-    def _drain(self) -> list[tuple[str, bytes]]: ...
-
-    @abstractmethod
-    def _destroy(self) -> None: ...
 
 
 class NixlAgent(Fabric):
@@ -539,152 +221,31 @@ def _net_devices(interfaces: Sequence[str]) -> Iterator[None]:
                 os.environ["UCX_NET_DEVICES"] = before
 
 
-@dataclass
-class _Fault:
-    operation: str
-    agent: str | None
-    error: FabricError | None
-    times: int
+def this_process() -> str:
+    """Names this process among all of this host, past and present: host boot, PID namespace, PID, start time."""
+    pid = os.getpid()
+    return f"{_host()}/{pid}@{_started(pid)}"
 
 
-class MemoryNetwork:
-    """The agents of one process that may meet, and the faults that befall them.
-
-    Operations that can fail: ``register``, ``connect``, ``prepare``, ``post``, ``done``, ``notify`` (raise the error),
-    ``copy``, ``deliver`` (without an error: the bytes, or the message, are lost in silence).
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._agents: dict[str, MemoryFabric] = {}
-        self._frozen: set[str] = set()
-        self._faults: list[_Fault] = []
-
-    def inject(
-        self, operation: str, error: FabricError | None = None, *, agent: str | None = None, times: int = 1
-    ) -> None:
-        """Let the next ``times`` calls of the operation, by that agent or by any, fail."""
-        self._faults.append(_Fault(operation, agent, error, times))
-
-    def freeze(self, agent: str) -> None:
-        """Stop an agent, as SIGSTOP does: writes posted by it or to it stay in flight."""
-        self._frozen.add(agent)
-
-    def thaw(self, agent: str) -> None:
-        """Let it go on: the bytes of all writes in flight land, even of those that everybody has given up."""
-        with self._lock:
-            self._frozen.discard(agent)
-            for member in self._agents.values():
-                for write in tuple(member._writes):
-                    if isinstance(write, _MemoryWrite) and write.state == "in_flight":
-                        write._land()
-
-    def _fails(self, operation: str, agent: str) -> bool:
-        """Whether a fault is due now; raises its error if it has one."""
-        with self._lock:
-            for fault in self._faults:
-                if fault.operation == operation and fault.agent in (None, agent) and fault.times > 0:
-                    fault.times -= 1
-                    if fault.error:
-                        raise fault.error
-                    return True
-        return False
+def is_running(process: str) -> bool:
+    """Whether the process of this name runs (or is stopped) on this host; False for those of other hosts."""
+    host, _, name = process.rpartition("/")
+    pid, _, started = name.partition("@")
+    return bool(started) and host == _host() and pid.isdecimal() and _started(int(pid)) == started
 
 
-class MemoryFabric(Fabric):
-    """A fabric within one process, for tests and dry runs: checks what NIXL checks, and copies host memory."""
-
-    def __init__(self, name: str, network: MemoryNetwork) -> None:
-        super().__init__(name)
-        self._network = network
-        self._token = uuid.uuid4().hex
-        self._inbox: list[tuple[str, bytes]] = []
-        self._peers: dict[str, tuple[str, list[Region]]] = {}
-        network._agents[self._token] = self
-
-    def _register(self, regions: Sequence[Region]) -> Callable[[], None]:
-        self._network._fails("register", self.name)
-        if foreign := [region for region in regions if region.memory != "DRAM"]:
-            raise RegistrationFailed(f"agent {self.name!r}: {foreign[0]} is not host memory; {REGISTRATION_HINT}")
-        return lambda: None
-
-    def _export(self) -> bytes:
-        regions = [(region.address, region.nbytes) for region in self._own()]
-        return json.dumps({"token": self._token, "regions": regions}).encode()
-
-    def _import(self, name: str, blob: bytes) -> None:
-        self._network._fails("connect", self.name)
-        known = json.loads(blob)
-        self._peers[name] = (known["token"], [Region(*pair) for pair in known["regions"]])
-
-    def _forget(self, name: str) -> None:
-        del self._peers[name]
-
-    def _prepare(self, remote: str, source: Descriptors, destination: Descriptors) -> Write:
-        self._network._fails("prepare", self.name)
-        for side, regions in ((source, self._own()), (destination, self._peers[remote][1])):
-            inside = np.zeros(len(side.addresses), dtype=bool)
-            for region in regions:
-                ends = side.addresses + side.nbytes
-                inside |= (side.addresses >= region.address) & (ends <= region.address + region.nbytes)
-            if side.memory != "DRAM" or not inside.all():
-                raise self._error(REMEDIES["nixlNotFoundError"], cause="nixlNotFoundError")
-        return _MemoryWrite(self, remote, source, destination)
-
-    def _send(self, remote: str, message: bytes) -> None:
-        self._network._fails("notify", self.name)
-        target = self._peer(remote)
-        if not self._network._fails("deliver", self.name):
-            target._inbox.append((self.name, message))
-
-    def _drain(self) -> list[tuple[str, bytes]]:
-        with self._network._lock:
-            arrived, self._inbox = self._inbox, []
-        return arrived
-
-    def _destroy(self) -> None:
-        self._network._agents.pop(self._token, None)
-
-    def _own(self) -> list[Region]:
-        return [region for registration in self._registrations for region in registration.regions]
-
-    def _peer(self, remote: str) -> MemoryFabric:
-        target = self._network._agents.get(self._peers[remote][0])
-        if target is None:
-            raise self._error(f"{remote!r}: {REMEDIES['nixlRemoteDisconnectError']}", cause="nixlRemoteDisconnectError")
-        return target
+def _host() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
 
 
-class _MemoryWrite(Write):
-    def __init__(self, agent: MemoryFabric, remote: str, source: Descriptors, destination: Descriptors) -> None:
-        super().__init__(agent, remote, source, destination)
-        self._fabric, self._message, self._landed = agent, b"", False
-
-    def _start(self, message: bytes) -> bool:
-        self._message, self._landed = message, False
-        self._fabric._network._fails("post", self._fabric.name)
-        return self._check()
-
-    def _check(self) -> bool:
-        network = self._fabric._network
-        network._fails("done", self._fabric.name)
-        with network._lock:
-            self._fabric._peer(self.remote)
-            if not self._land():
-                return False
-            self._fabric._send(self.remote, self._message)
-        return True
-
-    def _land(self) -> bool:
-        network = self._fabric._network
-        alive = self._fabric._peers[self.remote][0] in network._agents
-        if alive and not self._landed and not network._frozen & {self._fabric.name, self.remote}:
-            self._landed = True
-            if not network._fails("copy", self._fabric.name):
-                sides = (self.destination.addresses, self.source.addresses, self.source.nbytes)
-                for row in zip(*(column.tolist() for column in sides), strict=True):
-                    ctypes.memmove(*row)
-        return self._landed
-
-    def _free(self) -> None:
-        """Nothing is held."""
+def _started(pid: int) -> str:
+    """When the process started, in clock ticks; empty when it is gone, or dead and not yet reaped."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]

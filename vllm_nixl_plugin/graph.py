@@ -139,6 +139,14 @@ def tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield path, slot.value
 
 
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers of all modules under every path that leads to them."""
+    for path, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                yield f"{path}.{name}" if path else name, tensor
+
+
 def memory_held(holder: Any, depth: int = 4) -> set[int]:
     """Addresses of the memory of all tensors that an object holds outside modules: of vLLM's runner, the KV caches and
     its input and output buffers."""

@@ -14,11 +14,12 @@ from types import TracebackType
 
 import torch
 
+from vllm_nixl_plugin.dispatch import Watch
 from vllm_nixl_plugin.errors import PlanRefused
 from vllm_nixl_plugin.layout import identity
-from vllm_nixl_plugin.model import Twin, Watch, config_context, engine_context
 from vllm_nixl_plugin.planning import TracedDestination, dtype_of
 from vllm_nixl_plugin.tracing import Creation, NeedsData, Opaque, Piece, Source, Tracer
+from vllm_nixl_plugin.twin import Twin, config_context, engine_context
 from vllm_nixl_plugin.wire import WeightSpec
 
 MAX_REJECTED = 20

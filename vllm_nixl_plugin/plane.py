@@ -25,24 +25,17 @@ import torch
 from torch import nn
 
 from vllm_nixl_plugin import graph
-from vllm_nixl_plugin.agent import Fabric, NixlAgent, Region, Registration
+from vllm_nixl_plugin.agent import NixlAgent, is_running
 from vllm_nixl_plugin.errors import EngineAsleep, InstallFailed, PlanRefused, PushWeightsError, UnknownPlan
+from vllm_nixl_plugin.fabric import Fabric, Region, Registration
 from vllm_nixl_plugin.install import Change, Pairing
 from vllm_nixl_plugin.loadtrace import LoadTrace, trace_load
 from vllm_nixl_plugin.memory import Arena
-from vllm_nixl_plugin.model import (
-    LoadRecord,
-    Twin,
-    describe_worker,
-    engine_context,
-    geometry_of,
-    is_asleep,
-    record_of,
-    state_of,
-)
+from vllm_nixl_plugin.model import LoadRecord, describe_worker, geometry_of, is_asleep, record_of, state_of
 from vllm_nixl_plugin.planning import Fill, Planned, check_against_checkpoint, dtype_of, make_plan, refuse_missing
 from vllm_nixl_plugin.settings import WorkerSettings
-from vllm_nixl_plugin.tracing import Opaque, Source
+from vllm_nixl_plugin.tracing import Constant, Creation, Opaque, Source
+from vllm_nixl_plugin.twin import Twin, engine_context
 from vllm_nixl_plugin.wire import Binding, Manifest, Mode, WorkerPlan
 
 logger = logging.getLogger("vllm.nixl_plugin")
@@ -104,10 +97,12 @@ class WorkerPlane:
     def make_plan(self, manifest: Manifest) -> WorkerPlan:
         """Errors: PlanRefused naming weights."""
         with self._lock:
+            self._refuse_what_would_go_wrong()
             twin, record = self.twin, self.record
             assert record is not None
             check_against_checkpoint(manifest, record.checkpoint)
             found = trace_load(twin, manifest.weights, record.live)
+            self._refuse_shared(found)
             same = {(w.name, w.shape) for w in manifest.weights} == {(w.name, w.shape) for w in record.checkpoint}
             baseline = None
             if not manifest.partial and not same:
@@ -125,6 +120,36 @@ class WorkerPlane:
                 self._bound = {key: bound for key, bound in self._bound.items() if key[0] != id(gone)}
             self._agent = self._agent or self._new_agent()  # half a second that no request has to wait for
             return planned.plan
+
+    def _refuse_what_would_go_wrong(self) -> None:
+        if getattr(self.worker.vllm_config.parallel_config, "enable_eplb", False):
+            raise PlanRefused(
+                "this server balances expert load (--enable-eplb): experts move between ranks while it runs, and a "
+                "push would write them where they no longer are. Start it without --enable-eplb.",
+                eplb_active=True,
+            )
+        draft = getattr(self.worker, "get_draft_model", None)
+        if draft is not None and not self._planned and isinstance(draft(), nn.Module):
+            logger.warning("the draft model of speculative decoding keeps its weights: pushes update the target only")
+
+    def _refuse_shared(self, found: LoadTrace) -> None:
+        """Weights that vLLM has tied after loading, because they were equal, cannot take different values again."""
+        assert self.record is not None
+        owners: dict[int, tuple[int, str]] = {}
+        for destination in found.destinations:
+            if any(not isinstance(p.root, Creation | Constant) for p in destination.pieces):
+                for name in destination.names:
+                    tensor = self.record.tensor_at(name)
+                    if tensor is None or not tensor.numel():
+                        continue
+                    key, other = owners.setdefault(tensor.untyped_storage().data_ptr(), (destination.key, name))
+                    if key != destination.key:
+                        raise PlanRefused(
+                            f"{name} and {other} were equal in the server's checkpoint, and vLLM has tied them into "
+                            "one tensor since: a push would give both the values of one. Restart the server from a "
+                            "checkpoint in which they differ.",
+                            tied=[other, name],
+                        )
 
     def _unwritten(self, found: LoadTrace) -> set[str]:
         """Parameters that nothing writes, for a server that started without a checkpoint."""
@@ -453,6 +478,10 @@ class WorkerPlane:
         self._base_complete = False
         if self._prepared is not None:
             self._release_twin()
+
+    def may_write(self, writer: str) -> bool:
+        """Whether a process of this host could go on writing to memory whose agent is destroyed: it runs, or stands."""
+        return is_running(writer)
 
     def fence(self) -> None:
         """Destroy the agent and take a new name. Shadow memory that a stopped writer may still reach is set aside for

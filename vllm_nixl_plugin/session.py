@@ -106,6 +106,7 @@ class Update:
     holder: str
     cached: CachedPlan
     incarnation: str
+    writer: str = ""
     claim: int = 0
     step: str | None = None
     drained: bool = False
@@ -139,6 +140,7 @@ class WorkerSession:
         self.lease: Lease | None = None
         self.undrained: str | None = None
         self.history: deque[dict[str, Any]] = deque(maxlen=HISTORY)
+        self._writer = ""  # the process that the undrained update left with addresses of live memory
         self._granted = 0
         self._nbytes: dict[str, int] = {}
         self._clock = clock
@@ -262,7 +264,7 @@ class WorkerSession:
 
     def begin(
         self, update_id: str, epoch: int, version: str, mode: Mode, holder: str, plan: str,
-        known_bindings: list[str],
+        known_bindings: list[str], writer: str = "",
     ) -> dict[str, Any]:
         """Open an update and give its memory. Ends the one that was open, fencing it off when it was not drained.
 
@@ -282,13 +284,14 @@ class WorkerSession:
             self._close("expired", torn=self.update.mode == "in_place")
         self._check_heals(cached)
         if self.undrained is not None:
+            self._check_writer(writer)
             logger.warning("update %s ended with writes under way: fencing", self.undrained)
             self.plane.fence()
-            self.undrained = None
+            self.undrained, self._writer = None, ""
         self.plane.notifications()
         binding = self.plane.bind(cached.plan, mode)
         digest = binding.digest()
-        update = Update(update_id, epoch, version, mode, holder, cached, self.plane.incarnation())
+        update = Update(update_id, epoch, version, mode, holder, cached, self.plane.incarnation(), writer)
         update.step = "opening" if mode == "in_place" else None
         self._expected(update)
         with self._lock:
@@ -468,6 +471,21 @@ class WorkerSession:
         if self.torn and not cached.full:
             raise errors.EngineTorn("the engine holds half of an update: a partial push cannot heal it, push all")
 
+    def _check_writer(self, writer: str) -> None:
+        """No fence keeps a process of this host from memory that it has mapped, and live memory cannot be set aside.
+
+        Errors: LeaseHeld, while the writer of the undrained in-place update is another process that still exists.
+        """
+        may_write = getattr(self.plane, "may_write", None)
+        if self._writer in ("", writer) or may_write is None or not may_write(self._writer):
+            return
+        pid = self._writer.rpartition("/")[2].partition("@")[0]
+        raise errors.LeaseHeld(
+            f"the process {pid} on the host of worker {self.worker} began the in-place update {self.undrained} and may "
+            "still write to the weights that serve: let it go on until it has given up, or kill it, and push again",
+            holder=self._writer, expires_in_s=STALE_HEARTBEAT_S, update_id=self.undrained,
+        )  # fmt: skip
+
     def _collect(self, update: Update) -> dict[str, Any]:
         """Count what has landed. Each (agent, sequence) counts once; messages of other updates do not count.
 
@@ -529,6 +547,7 @@ class WorkerSession:
             self.torn |= torn
             if outcome != "done" and not update.drained:
                 self.undrained = update.id
+                self._writer = update.writer if update.mode == "in_place" else ""
             record = self._record(update, "torn" if self.torn and outcome == "failed" else outcome)
             self.history.append(record | {"error": error, "timings": timings or {}, "at": time.time()})
             self.update = None

@@ -147,6 +147,9 @@ class BeginRequest(Record):
     """Digests of bindings the caller still holds: a worker whose binding is among them does not send it again."""
     pause: PauseMode = "keep"
     """How generation stops in mode ``in_place``, which stops it here and not at the commit; within ``lease_s``."""
+    writer: Annotated[str, Field(max_length=256)] = ""
+    """The process that will write (`agent.this_process`): an ``in_place`` update that it leaves undrained keeps others
+    out until it has said so, or is gone."""
 
 
 class CommitRequest(Record):

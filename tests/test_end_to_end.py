@@ -57,6 +57,9 @@ LAYOUTS = [
     pytest.param("llama", EngineOptions(eager=False), id="llama-compiled", marks=pytest.mark.slow),
     pytest.param("qwen3-moe", EngineOptions(eager=False), id="qwen3-moe-compiled", marks=pytest.mark.slow),
     pytest.param("qwen3-wide", EngineOptions(eager=False), id="qwen3-wide-compiled", marks=pytest.mark.slow),
+    pytest.param(
+        "qwen3", EngineOptions(eager=False, tensor_parallel=2), id="qwen3-compiled-tp2", marks=pytest.mark.slow
+    ),
 ]
 
 

@@ -117,8 +117,7 @@ def digest(tensor: torch.Tensor) -> int:
 class _Recorder:
     """Watches one `load_model` call of a loader."""
 
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
+    def __init__(self) -> None:
         self.model: nn.Module | None = None
         self.checkpoint: dict[str, WeightSpec] = {}
         self.geometry: dict[str, tuple[Any, ...]] = {}
@@ -183,7 +182,7 @@ def _recording(cls: type) -> type:
         vllm_config = kwargs.get("vllm_config", args[0] if args else None)
         model_config = kwargs.get("model_config", args[1] if len(args) > 1 else None)
         prefix = kwargs.get("prefix", args[2] if len(args) > 2 else "")
-        recorder = self._nixl_recorder = _Recorder(self)
+        recorder = self._nixl_recorder = _Recorder()
         try:
             with recorder.stack:
                 model = cls.load_model(self, *args, **kwargs)  # type: ignore[attr-defined]

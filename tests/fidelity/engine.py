@@ -124,18 +124,6 @@ def _real(worker: Any) -> Any:
     return getattr(worker, "worker", None) or worker
 
 
-class _NoFabric:
-    """In the place of a NIXL agent: writes are made by this process itself."""
-
-    name = "none"
-
-    def metadata(self) -> bytes:
-        return b""
-
-    def register(self, regions: Any) -> object:
-        return object()
-
-
 def _push(worker: Any, target: str, mode: str) -> dict[str, Any]:
     from harness.checkpoints import read_weights
     from vllm_nixl_plugin.plane import create_plane

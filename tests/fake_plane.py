@@ -45,6 +45,7 @@ class FakePlane:
         self.log: list[str] = []
         self.fail: dict[str, Exception] = {}
         self.inbox: list[tuple[str, bytes]] = []
+        self.running: set[str] = set()
         self.block = threading.Event()
         self.block.set()
         self._incarnation = uuid.uuid4().hex
@@ -87,6 +88,9 @@ class FakePlane:
     def fence(self) -> None:
         self._call("fence")
         self._incarnation = uuid.uuid4().hex
+
+    def may_write(self, writer: str) -> bool:
+        return writer in self.running
 
     def incarnation(self) -> str:
         return self._incarnation

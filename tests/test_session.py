@@ -44,10 +44,12 @@ class Bench:
         return update_id, self.session.grant(update_id, holder, lease_s, plan or self.plan)["epoch"]
 
     def begin(
-        self, mode: str = "shadow", lease_s: float = 60.0, plan: str | None = None, known: list[str] | None = None
+        self, mode: str = "shadow", lease_s: float = 60.0, plan: str | None = None, known: list[str] | None = None,
+        writers: tuple[str, ...] = (),
     ) -> str:
         update_id, epoch = self.grant(lease_s, plan)
-        self.begun = self.session.begin(update_id, epoch, f"v{epoch}", mode, "t", plan or self.plan, known or [])
+        plan = plan or self.plan
+        self.begun = self.session.begin(update_id, epoch, f"v{epoch}", mode, "t", plan, known or [], writers)
         if mode == "in_place":
             self.session.record_step(update_id, 0, "open")
         return update_id
@@ -333,6 +335,71 @@ def test_a_drained_update_needs_no_fence(bench: Bench, how: str) -> None:
         bench.session.abort(update_id, 0, drained=True)
     bench.begin()
     assert "fence" not in bench.plane.log
+
+
+TRAINER, OTHER = ("host/10@1", "host/11@1", "host/12@1"), ("host/20@9",)
+
+
+def refused_begin(bench: Bench, writers: tuple[str, ...] = OTHER) -> errors.LeaseHeld:
+    with pytest.raises(errors.LeaseHeld) as refused:
+        bench.begin(writers=writers)
+    bench.session.abort(bench.session.status()["lease"]["update_id"], 0, drained=True, untouched=True)
+    return refused.value
+
+
+def test_an_undrained_in_place_update_keeps_others_out_until_all_its_writers_are_gone(bench: Bench) -> None:
+    bench.plane.running = {*TRAINER, *OTHER}
+    stopped = bench.begin("in_place", writers=TRAINER)
+    bench.session.abort(stopped, bench.claim(stopped, "abort")["claim"])
+    refused = refused_begin(bench)
+    assert refused.details["holder"] == TRAINER[0]
+    assert refused.details["update_id"] == stopped
+    assert "PID 10, 11, 12" in refused.message
+    bench.plane.running -= {TRAINER[0], TRAINER[2]}
+    assert "PID 11)" in refused_begin(bench).message
+    assert "fence" not in bench.plane.log
+    assert bench.phase == "torn"
+    bench.plane.running -= {TRAINER[1]}
+    bench.begin(writers=OTHER)
+    assert bench.plane.log[-2:] == ["fence", "bind"]
+
+
+def test_an_in_place_update_taken_over_keeps_others_out_while_its_writer_may_write(bench: Bench) -> None:
+    bench.plane.running = {*TRAINER}
+    bench.begin("in_place", lease_s=1, writers=TRAINER)
+    bench.clock.now += 2
+    refused_begin(bench)
+    refused_begin(bench)
+    bench.plane.running.clear()
+    bench.begin(writers=OTHER)
+
+
+@pytest.mark.parametrize("how", ["drained with the abort", "drained later", "the same trainer", "shadow"])
+def test_no_writer_keeps_others_out_when(bench: Bench, how: str) -> None:
+    bench.plane.running = {*TRAINER, *OTHER}
+    update_id = bench.begin("shadow" if how == "shadow" else "in_place", writers=TRAINER)
+    bench.session.abort(update_id, bench.claim(update_id, "abort")["claim"], drained=how == "drained with the abort")
+    if how == "drained later":
+        bench.session.abort(update_id, 0, drained=True)
+    bench.begin(writers=(*OTHER, *TRAINER) if how == "the same trainer" else OTHER)
+    assert ("fence" in bench.plane.log) == (how in ("the same trainer", "shadow"))
+
+
+def test_the_bytes_of_several_agents_are_counted_each_by_its_own_sequence(bench: Bench) -> None:
+    update_id = bench.begin()
+    for agent in ("t0", "t1", "t2"):
+        for sequence in (0, 1, 0):
+            bench.plane.land(update_id, bench.plan, nbytes=10, sequence=sequence, agent=agent)
+    assert bench.session.prepare(update_id, 1)["arrived_nbytes"] == 60
+    with pytest.raises(errors.Incomplete):
+        bench.session.install(update_id, 1)
+    for agent in ("t2", "t0"):
+        bench.plane.land(update_id, bench.plan, nbytes=10, sequence=1, agent=agent)
+    assert bench.session.prepare(update_id, 1)["arrived_nbytes"] == 60
+    bench.plane.land(update_id, bench.plan, nbytes=4, sequence=2, agent="t1")
+    bench.plane.land(update_id, bench.plan, nbytes=0, sequence=3, agent="t1")
+    bench.commit(update_id)
+    assert bench.session.weight_version == "v1"
 
 
 def test_each_notification_counts_once_and_foreign_ones_not_at_all(bench: Bench) -> None:

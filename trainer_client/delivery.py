@@ -24,7 +24,6 @@ from trainer_client.progress import Progress
 from trainer_client.registration import SourceMemory
 from trainer_client.report import SERVER_STAGES, ServerReport
 from trainer_client.transfer import Transfer
-from vllm_nixl_plugin.agent import this_process
 from vllm_nixl_plugin.errors import (
     DeadlineExceeded,
     IncarnationChanged,
@@ -35,6 +34,7 @@ from vllm_nixl_plugin.errors import (
     from_wire,
 )
 from vllm_nixl_plugin.fabric import Fabric
+from vllm_nixl_plugin.processes import this_process
 from vllm_nixl_plugin.wire import (
     BeginRequest,
     CommitRequest,
@@ -142,7 +142,7 @@ class _Push:
         request = BeginRequest(
             plans=tuple(worker.plan for worker in plans.workers), version=options.version, mode=options.mode,
             lease_s=options.lease_s, holder=options.holder, pause=options.pause,
-            known_bindings=self._link.known_bindings(), writer=this_process(),
+            known_bindings=self._link.known_bindings(), writers=(this_process(),),
         )  # fmt: skip
         try:
             return self._control.begin(request, options.lease_s)

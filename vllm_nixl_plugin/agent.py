@@ -219,33 +219,3 @@ def _net_devices(interfaces: Sequence[str]) -> Iterator[None]:
                 del os.environ["UCX_NET_DEVICES"]
             else:
                 os.environ["UCX_NET_DEVICES"] = before
-
-
-def this_process() -> str:
-    """Names this process among all of this host, past and present: host boot, PID namespace, PID, start time."""
-    pid = os.getpid()
-    return f"{_host()}/{pid}@{_started(pid)}"
-
-
-def is_running(process: str) -> bool:
-    """Whether the process of this name runs (or is stopped) on this host; False for those of other hosts."""
-    host, _, name = process.rpartition("/")
-    pid, _, started = name.partition("@")
-    return bool(started) and host == _host() and pid.isdecimal() and _started(int(pid)) == started
-
-
-def _host() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return ""
-
-
-def _started(pid: int) -> str:
-    """When the process started, in clock ticks; empty when it is gone, or dead and not yet reaped."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]

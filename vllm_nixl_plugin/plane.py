@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from vllm_nixl_plugin import graph
-from vllm_nixl_plugin.agent import NixlAgent, is_running
+from vllm_nixl_plugin.agent import NixlAgent
 from vllm_nixl_plugin.errors import EngineAsleep, InstallFailed, PlanRefused, PushWeightsError, UnknownPlan
 from vllm_nixl_plugin.fabric import Fabric, Region, Registration
 from vllm_nixl_plugin.install import Change, Pairing
@@ -33,6 +33,7 @@ from vllm_nixl_plugin.loadtrace import LoadTrace, trace_load
 from vllm_nixl_plugin.memory import Arena
 from vllm_nixl_plugin.model import LoadRecord, describe_worker, geometry_of, is_asleep, record_of, state_of
 from vllm_nixl_plugin.planning import Fill, Planned, check_against_checkpoint, dtype_of, make_plan, refuse_missing
+from vllm_nixl_plugin.processes import is_running
 from vllm_nixl_plugin.settings import WorkerSettings
 from vllm_nixl_plugin.tracing import Constant, Creation, Opaque, Source
 from vllm_nixl_plugin.twin import Twin, engine_context

@@ -23,7 +23,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -66,6 +66,9 @@ class Plane(Protocol):
     def fence(self) -> None:
         """Destroy the NIXL agent and take a new name: no earlier writer reaches memory any more."""
 
+    def may_write(self, writer: str) -> bool:
+        """Whether this process (`processes.this_process`) could write to memory of this worker in spite of a fence."""
+
     def incarnation(self) -> str:
         """Changes at worker start and at each fence."""
 
@@ -106,7 +109,7 @@ class Update:
     holder: str
     cached: CachedPlan
     incarnation: str
-    writer: str = ""
+    writers: tuple[str, ...] = ()
     claim: int = 0
     step: str | None = None
     drained: bool = False
@@ -140,7 +143,7 @@ class WorkerSession:
         self.lease: Lease | None = None
         self.undrained: str | None = None
         self.history: deque[dict[str, Any]] = deque(maxlen=HISTORY)
-        self._writer = ""  # the process that the undrained update left with addresses of live memory
+        self._writers: tuple[str, ...] = ()  # processes that the undrained update left with addresses of live memory
         self._granted = 0
         self._nbytes: dict[str, int] = {}
         self._clock = clock
@@ -264,7 +267,7 @@ class WorkerSession:
 
     def begin(
         self, update_id: str, epoch: int, version: str, mode: Mode, holder: str, plan: str,
-        known_bindings: list[str], writer: str = "",
+        known_bindings: list[str], writers: Sequence[str] = (),
     ) -> dict[str, Any]:
         """Open an update and give its memory. Ends the one that was open, fencing it off when it was not drained.
 
@@ -284,14 +287,14 @@ class WorkerSession:
             self._close("expired", torn=self.update.mode == "in_place")
         self._check_heals(cached)
         if self.undrained is not None:
-            self._check_writer(writer)
+            self._check_writers(writers)
             logger.warning("update %s ended with writes under way: fencing", self.undrained)
             self.plane.fence()
-            self.undrained, self._writer = None, ""
+            self.undrained, self._writers = None, ()
         self.plane.notifications()
         binding = self.plane.bind(cached.plan, mode)
         digest = binding.digest()
-        update = Update(update_id, epoch, version, mode, holder, cached, self.plane.incarnation(), writer)
+        update = Update(update_id, epoch, version, mode, holder, cached, self.plane.incarnation(), tuple(writers))
         update.step = "opening" if mode == "in_place" else None
         self._expected(update)
         with self._lock:
@@ -471,19 +474,21 @@ class WorkerSession:
         if self.torn and not cached.full:
             raise errors.EngineTorn("the engine holds half of an update: a partial push cannot heal it, push all")
 
-    def _check_writer(self, writer: str) -> None:
+    def _check_writers(self, writers: Sequence[str]) -> None:
         """No fence keeps a process of this host from memory that it has mapped, and live memory cannot be set aside.
 
-        Errors: LeaseHeld, while the writer of the undrained in-place update is another process that still exists.
+        Errors: LeaseHeld, while writers of the undrained in-place update still exist that are not among ``writers``,
+        those of the next.
         """
-        may_write = getattr(self.plane, "may_write", None)
-        if self._writer in ("", writer) or may_write is None or not may_write(self._writer):
+        left = [writer for writer in self._writers if writer not in writers and self.plane.may_write(writer)]
+        if not left:
             return
-        pid = self._writer.rpartition("/")[2].partition("@")[0]
+        pids = ", ".join(writer.rpartition("/")[2].partition("@")[0] for writer in left[:10])
         raise errors.LeaseHeld(
-            f"the process {pid} on the host of worker {self.worker} began the in-place update {self.undrained} and may "
-            "still write to the weights that serve: let it go on until it has given up, or kill it, and push again",
-            holder=self._writer, expires_in_s=STALE_HEARTBEAT_S, update_id=self.undrained,
+            f"{len(left)} processes (PID {pids}) on the host of worker {self.worker} took part in the in-place update "
+            f"{self.undrained} and may still write to the weights that serve: let them go on until they have given up, "
+            "or kill them, and push again",
+            holder=left[0], expires_in_s=STALE_HEARTBEAT_S, update_id=self.undrained,
         )  # fmt: skip
 
     def _collect(self, update: Update) -> dict[str, Any]:
@@ -547,7 +552,7 @@ class WorkerSession:
             self.torn |= torn
             if outcome != "done" and not update.drained:
                 self.undrained = update.id
-                self._writer = update.writer if update.mode == "in_place" else ""
+                self._writers = update.writers if update.mode == "in_place" else ()
             record = self._record(update, "torn" if self.torn and outcome == "failed" else outcome)
             self.history.append(record | {"error": error, "timings": timings or {}, "at": time.time()})
             self.update = None

@@ -76,7 +76,7 @@ class Updates:
         epoch = (await self.engine.ask_judge("grant", common | {"lease_s": request.lease_s}))["epoch"]
         details = {
             "epoch": epoch, "version": request.version, "mode": request.mode,
-            "known_bindings": list(request.known_bindings), "writer": request.writer,
+            "known_bindings": list(request.known_bindings), "writers": list(request.writers),
         }  # fmt: skip
         steps = Steps(self.engine, update_id, 0, self._heartbeat_s)
         try:

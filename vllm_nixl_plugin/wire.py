@@ -26,6 +26,7 @@ MAX_WEIGHTS = 1_000_000
 MAX_COPIES = 8_000_000
 MAX_DIMS = 16
 MAX_NAME = 1024
+MAX_WRITERS = 4096
 MAX_BODY_BYTES = 1 << 30
 
 Mode = Literal["shadow", "in_place"]
@@ -147,9 +148,9 @@ class BeginRequest(Record):
     """Digests of bindings the caller still holds: a worker whose binding is among them does not send it again."""
     pause: PauseMode = "keep"
     """How generation stops in mode ``in_place``, which stops it here and not at the commit; within ``lease_s``."""
-    writer: Annotated[str, Field(max_length=256)] = ""
-    """The process that will write (`agent.this_process`): an ``in_place`` update that it leaves undrained keeps others
-    out until it has said so, or is gone."""
+    writers: tuple[Annotated[str, Field(max_length=256)], ...] = Field(default=(), max_length=MAX_WRITERS)
+    """All processes that will write (`processes.this_process`): an ``in_place`` update that they leave undrained keeps
+    others out until it has been called drained, or all of them are gone."""
 
 
 class CommitRequest(Record):

@@ -9,7 +9,7 @@ from torch import nn
 
 from trainer_client.checkpoint import read_checkpoint
 from trainer_client.conversion import checkpoint_converter, convert_shards
-from trainer_client.sources import collect, named_tensors
+from trainer_client.sources import collect, named_values
 from vllm_nixl_plugin.errors import InvalidRequest
 
 
@@ -42,12 +42,12 @@ def test_sources_are_the_same_place_only_while_the_memory_is_the_same() -> None:
 def test_a_module_offers_parameters_and_persistent_buffers() -> None:
     module = nn.BatchNorm1d(4)
     module.register_buffer("volatile", torch.zeros(2), persistent=False)
-    assert set(named_tensors(module)) == {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
+    assert set(named_values(module)) == {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_compiled_or_distributed_wrapper_leaves_no_mark_on_the_names() -> None:
-    assert set(named_tensors(torch.compile(nn.Linear(2, 2)))) == {"weight", "bias"}
+    assert set(named_values(torch.compile(nn.Linear(2, 2)))) == {"weight", "bias"}
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_a_compiled_or_distributed_wrapper_leaves_no_mark_on_the_names() -> None
         (lambda: {"w": torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)}, r"w is quantized.*dequantize"),
         (lambda: {"w": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}, r"w (has layout|is a)"),
         (lambda: {"w": torch.ones(2, dtype=torch.complex64).conj()}, r"w is a lazy conjugate.*resolve_conj"),
-        (lambda: {"w": 3.0}, r"w is float, expected a torch.Tensor"),
+        (lambda: {"w": 3.0}, r"w is float, expected a torch.Tensor or LocalShard"),
         (lambda: [("w", torch.ones(1)), ("w", torch.ones(1))], r"w comes twice"),
         (lambda: [torch.ones(1)], r"expected \(name, tensor\) pairs.*named_parameters"),
         (lambda: torch.ones(1), r"got Tensor; give an nn.Module"),

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainer_client.client import WeightClient
     from trainer_client.report import PushReport, ServerReport
+    from trainer_client.sharding import LocalShard
     from vllm_nixl_plugin.errors import PushFailed, PushWeightsError
 
-__all__ = ["PushFailed", "PushReport", "PushWeightsError", "ServerReport", "WeightClient"]
+__all__ = ["LocalShard", "PushFailed", "PushReport", "PushWeightsError", "ServerReport", "WeightClient"]
 
 _HOMES = {
+    "LocalShard": "trainer_client.sharding",
     "PushFailed": "vllm_nixl_plugin.errors",
     "PushReport": "trainer_client.report",
     "PushWeightsError": "vllm_nixl_plugin.errors",

@@ -1,25 +1,32 @@
-"""Stage 1 of a push: what the trainer holds, as shards in storages.
+"""Stage 1 of a push: what this rank of the trainer holds, as shards in storages.
 
-`collect` takes what the caller of `push_weights` has (a module, a state dict, an iterable of named tensors) and gives
-`Sources`: for every tensor a `Shard` (which box of which global tensor, and where it lies), and the storages they lie
-in. Everything later works on these numbers; only packing and registration touch the memory itself. `WeightClient` calls
-it first in every push, because optimizers may have replaced the tensors since the last one.
+`collect` takes what the caller of `push_weights` has (a module, a state dict, an iterable of named values) and gives
+`Sources`: `Shard`s, each a box of a global tensor and where it lies, and the storages they lie in. What a value is on
+this rank says `sharding`. Everything later works on these numbers; only packing and registration touch the memory.
+`WeightClient` calls it first in every push, because optimizers may have replaced the tensors since the last one.
 
 A module counts as what it would save: tied copies that ``save_pretrained`` omits and buffers that are not persistent
-are not sent. A state dict or iterable counts as checkpoint names, and all of it is sent.
+are not sent. A state dict or iterable counts as checkpoint names, and all of it is sent. Names lose the marks of
+wrappers (compile, activation checkpointing, FSDP1) in both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from trainer_client.sharding import LocalShard, local_shards
 from vllm_nixl_plugin.errors import InvalidRequest
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+
+    Value = Tensor | LocalShard | Sequence[LocalShard]
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,42 +88,48 @@ class Sources:
         return self.shards, tuple((storage.nbytes, storage.device) for storage in self.storages)
 
 
-def collect(model: nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> Sources:
-    """The shards of ``model``. Errors: InvalidRequest that names the tensor and the remedy.
+def collect(model: nn.Module | Mapping[str, Value] | Iterable[tuple[str, Value]]) -> Sources:
+    """The shards of ``model`` on this rank, where they lie: nothing is copied and nothing communicated.
 
-    An iterable is drawn to its end before anything is sent, so its tensors have to fit in memory together.
+    The one exception is FSDP1, see `named_values`. A rank that has nothing of a tensor has no shard of it. An iterable
+    is drawn to its end before anything is sent, so its tensors have to fit in memory together.
+    Errors: InvalidRequest that names the tensor and the remedy.
     """
-    tensors = named_tensors(model)
     shards: list[Shard] = []
     storages: list[Storage] = []
     owners: list[torch.UntypedStorage] = []
     known: dict[int, int] = {}
-    for name, tensor in tensors.items():
-        _check(name, tensor)
-        owner = tensor.untyped_storage()
-        key: int = owner._cdata
-        if key not in known:
-            known[key] = len(storages)
-            storages.append(Storage(owner.data_ptr(), owner.nbytes(), str(tensor.device)))
-            owners.append(owner)
-        itemsize = tensor.itemsize
-        shape = tuple(tensor.shape)
-        shards.append(Shard(
-            name=name, dtype=str(tensor.dtype).removeprefix("torch."), itemsize=itemsize,
-            global_shape=shape, offsets=(0,) * len(shape), shape=shape, storage=known[key],
-            offset_bytes=int(tensor.storage_offset()) * itemsize,
-            strides_bytes=tuple(stride * itemsize for stride in tensor.stride()),
-        ))  # fmt: skip
+    for name, value in named_values(model).items():
+        for local in local_shards(name, value):
+            tensor = local.tensor
+            owner = tensor.untyped_storage()
+            key: int = owner._cdata
+            if key not in known:
+                known[key] = len(storages)
+                storages.append(Storage(owner.data_ptr(), owner.nbytes(), str(tensor.device)))
+                owners.append(owner)
+            itemsize = tensor.itemsize
+            shards.append(Shard(
+                name=name, dtype=str(tensor.dtype).removeprefix("torch."), itemsize=itemsize,
+                global_shape=local.global_shape, offsets=local.offsets, shape=tuple(tensor.shape), storage=known[key],
+                offset_bytes=int(tensor.storage_offset()) * itemsize,
+                strides_bytes=tuple(stride * itemsize for stride in tensor.stride()),
+            ))  # fmt: skip
     return Sources(tuple(shards), tuple(storages), tuple(owners))
 
 
-def named_tensors(model: Any) -> dict[str, Tensor]:
-    """Name to tensor, in the order of ``model``. Errors: InvalidRequest (no tensors, doubled names)."""
+def named_values(model: Any) -> dict[str, Any]:
+    """Name to what this rank has of it, in the order of ``model``: a tensor, or declared `LocalShard`s.
+
+    Of a module that FSDP1 wraps it takes the sharded state dict, which FSDP1 makes by gathering one wrapped unit after
+    the other on every rank and copying out its shards; all other modules give their parameters as they lie.
+    Errors: InvalidRequest (no tensors, doubled names).
+    """
     from torch import Tensor, nn
 
     pairs: Iterable[Any]
     if isinstance(model, nn.Module):
-        pairs = _of_module(unwrap(model)).items()
+        pairs = _of_module(model).items()
     elif isinstance(model, Mapping):
         pairs = model.items()
     elif isinstance(model, Iterable) and not isinstance(model, (str, bytes, Tensor)):
@@ -126,31 +139,32 @@ def named_tensors(model: Any) -> dict[str, Tensor]:
             f"push_weights got {type(model).__name__}; give an nn.Module, a mapping of name to tensor, or an iterable "
             "of (name, tensor) pairs"
         )
-    found: dict[str, Tensor] = {}
+    found: dict[str, Any] = {}
     for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
             raise InvalidRequest(
                 f"expected (name, tensor) pairs, got {type(pair).__name__}: use model.named_parameters()"
             )
-        name, tensor = pair
-        if not isinstance(tensor, Tensor):
-            raise InvalidRequest(
-                f"{name} is {type(tensor).__name__}, expected a torch.Tensor: leave it out of the push"
-            )
+        name = _unmarked(pair[0])
         if name in found:
             raise InvalidRequest(f"{name} comes twice: give every tensor once")
-        found[name] = tensor
+        found[name] = pair[1]
     if not found:
         raise InvalidRequest("there is no tensor to push: the model, state dict or iterable is empty")
     return found
 
 
+def _unmarked(name: str) -> str:
+    """The name without the path segments that wrappers of submodules add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module that owns the names: inside ``torch.compile`` and DistributedDataParallel wrappers."""
+    """The module that owns the names: inside compile, checkpoint, FSDP1 and DistributedDataParallel wrappers."""
     from torch.nn.parallel import DistributedDataParallel
 
     while True:
-        inner = getattr(module, "_orig_mod", None)
+        inner = next((module._modules[name] for name in _WRAPPERS if name in module._modules), None)
         if inner is None and isinstance(module, DistributedDataParallel):
             inner = module.module
         if inner is None:
@@ -159,12 +173,25 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def _of_module(module: nn.Module) -> dict[str, Any]:
-    state = dict(module.state_dict())
-    for name in getattr(module, "_keys_to_ignore_on_save", None) or ():
+    inner = unwrap(module)
+    saved = _fsdp1_state(module) if _has_fsdp1(module) else inner.state_dict()
+    state = {_unmarked(name): value for name, value in saved.items() if not name.endswith("_extra_state")}
+    for name in getattr(inner, "_keys_to_ignore_on_save", None) or ():
         state.pop(name, None)
-    for name in tied_copies(module, state):
+    for name in tied_copies(inner, state):
         del state[name]
     return state
+
+
+def _has_fsdp1(module: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(part, fsdp.FullyShardedDataParallel) for part in module.modules())
+
+
+def _fsdp1_state(module: nn.Module) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    return get_model_state_dict(module)
 
 
 def tied_copies(module: nn.Module, state: Mapping[str, Any]) -> set[str]:
@@ -176,9 +203,9 @@ def tied_copies(module: nn.Module, state: Mapping[str, Any]) -> set[str]:
     if not isinstance(declared, Mapping):
         return set()
     places: dict[Any, list[str]] = {}
-    for name, tensor in state.items():
+    for name, value in state.items():
         if name in declared or name in declared.values():
-            place = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
+            place = tuple(_place(shard) for shard in local_shards(name, value))
             places.setdefault(place, []).append(name)
     copies: set[str] = set()
     for names in places.values():
@@ -187,27 +214,6 @@ def tied_copies(module: nn.Module, state: Mapping[str, Any]) -> set[str]:
     return copies
 
 
-def _check(name: str, tensor: Tensor) -> None:
-    import torch
-
-    if getattr(type(tensor), "__torch_dispatch__", None) is not torch.Tensor.__torch_dispatch__:
-        raise InvalidRequest(
-            f"{name} is a {type(tensor).__name__}; expected a plain tensor: pass full_tensor() of a DTensor, or the "
-            "dequantized tensor of a quantized one"
-        )
-    if tensor.is_quantized or hasattr(tensor, "quant_state"):
-        raise InvalidRequest(
-            f"{name} is quantized ({tensor.dtype}); expected plain values: dequantize it before the push"
-        )
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        raise InvalidRequest(
-            f"{name} has layout {tensor.layout}; expected a dense tensor: call to_dense() before the push"
-        )
-    if tensor.is_meta:
-        raise InvalidRequest(f"{name} is on the meta device and has no values: load or initialise it before the push")
-    if tensor.device.type not in ("cpu", "cuda"):
-        raise InvalidRequest(f"{name} is on {tensor.device}; expected cpu or cuda: move it before the push")
-    if tensor.is_conj() or tensor.is_neg():
-        raise InvalidRequest(
-            f"{name} is a lazy conjugate or negation: call resolve_conj().resolve_neg() before the push"
-        )
+def _place(shard: LocalShard) -> tuple[Any, ...]:
+    tensor = shard.tensor
+    return shard.offsets, tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride()

@@ -7,6 +7,7 @@ import sys
 import threading
 import types
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 from vllm_nixl_plugin.layout import Copy
@@ -97,6 +98,12 @@ class FakePlane:
 
     def summary(self, plan: WorkerPlan) -> dict[str, Any]:
         return {"nbytes": plan.nbytes}
+
+    def fingerprint(self) -> Iterator[list[tuple[str, str]]]:
+        """One path a slice, after that of the installed update."""
+        for path in ("b", "a", "c"):
+            self._call("fingerprint")
+            yield [(path, f"{self.log.count('install')} of {path}")]
 
     def land(self, update_id: str, plan: str, nbytes: int = NBYTES, sequence: int = 0, agent: str = "t0") -> None:
         """A writer's notification."""

@@ -161,6 +161,7 @@ def test_every_route_without_the_token_is_refused_and_nothing_happens(
 def test_the_list_of_routes_is_that_of_the_protocol() -> None:
     assert sorted((m, p.removeprefix(PREFIX)) for m, p in ROUTES) == [
         ("DELETE", "/updates/{update_id}"),
+        ("GET", "/fingerprint"),
         ("GET", "/metadata"),
         ("GET", "/plan"),
         ("GET", "/ready"),
@@ -1070,6 +1071,58 @@ def test_plans_come_in_binary_or_readable_and_metadata_has_no_address(engines: F
         metadata = (await server.http.get("/metadata")).json()["workers"]
         assert [m["rank"] for m in metadata] == [0, 1, 2, 3]
         assert not re.search("address|metadata", str(metadata))
+
+    alone(test, engines)
+
+
+def test_a_fingerprint_has_the_paths_of_all_workers_or_of_one_or_their_digests_alone(engines: FakeEngines) -> None:
+    async def test(server: Server) -> None:
+        async def ask(**params: Any) -> dict[str, Any]:
+            got = await server.http.get("/fingerprint", params=params)
+            assert got.status_code == 200, got.text
+            return dict(got.json())
+
+        whole = await ask()
+        assert [w["worker"] for w in whole["workers"]] == [0, 1, 2, 3]
+        assert {w["incarnation"] for w in whole["workers"]} == {p.incarnation() for p in engines.planes}
+        assert all(w["paths"] == {p: f"0 of {p}" for p in "abc"} and w["n_paths"] == 3 for w in whole["workers"])
+        short = await ask(paths=False)
+        assert [w["paths"] for w in short["workers"]] == [None] * 4
+        assert short["digest"] == whole["digest"]
+        assert (await ask(worker=2))["workers"] == [whole["workers"][2]]
+        assert (await server.http.get("/fingerprint?worker=9")).status_code == 400
+        await server.push(version="v7")
+        again = await ask(paths=False)
+        assert again["digest"] != whole["digest"]
+        assert again["weight_version"] == "v7"
+
+    alone(test, engines)
+
+
+def test_a_large_fingerprint_is_compressed_where_that_is_understood(
+    engines: FakeEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [(f"layer.{i}", "x") for i in range(999)]
+    monkeypatch.setattr("fake_plane.FakePlane.fingerprint", lambda self: iter([lines]))
+
+    async def test(server: Server) -> None:
+        packed = await server.http.get("/fingerprint")
+        plain = await server.http.get("/fingerprint", headers={"Accept-Encoding": "identity"})
+        assert packed.headers["Content-Encoding"] == "gzip"
+        assert "Content-Encoding" not in plain.headers
+        assert int(packed.headers["Content-Length"]) * 5 < int(plain.headers["Content-Length"])
+        assert packed.json() == plain.json()
+
+    alone(test, engines)
+
+
+def test_a_fingerprint_is_refused_where_one_worker_sleeps(engines: FakeEngines) -> None:
+    async def test(server: Server) -> None:
+        engines.planes[3].fail["fingerprint"] = errors.EngineAsleep("asleep")
+        got = await server.http.get("/fingerprint")
+        assert (got.status_code, got.json()["error"]["code"]) == (409, "asleep")
+        assert got.json()["error"]["details"] == {"worker": 3}
+        assert (await server.http.get("/fingerprint?worker=1")).status_code == 200
 
     alone(test, engines)
 

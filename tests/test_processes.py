@@ -11,7 +11,8 @@ import pytest
 from vllm_nixl_plugin.processes import is_running, this_process
 
 PRINT_NAME = (
-    "import sys; from vllm_nixl_plugin.processes import this_process; print(this_process(), flush=True); sys.stdin.read()"
+    "import sys; from vllm_nixl_plugin.processes import this_process; "
+    "print(this_process(), flush=True); sys.stdin.read()"
 )
 
 

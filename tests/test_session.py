@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 import uuid
@@ -590,6 +591,79 @@ def test_the_history_keeps_twenty_updates(bench: Bench) -> None:
     for _ in range(23):
         bench.push()
     assert len(bench.session.status()["history"]) == 20
+
+
+def read(bench: Bench, ticket: str, *, paths: bool = True, slices: int = 99) -> tuple[dict[str, str], Any]:
+    """Lines and digest of a fingerprint, from its start."""
+    lines: dict[str, str] = {}
+    for number in range(slices):
+        got = bench.session.fingerprint(ticket, number == 0, paths)
+        lines |= dict(got["lines"])
+        if got["digest"]:
+            assert got["n_paths"] == 3
+            return lines, got["digest"]
+    return lines, None
+
+
+def test_a_fingerprint_is_read_in_slices_and_its_digest_is_that_of_the_sorted_lines(bench: Bench) -> None:
+    lines, digest = read(bench, "t")
+    assert lines == {"a": "0 of a", "b": "0 of b", "c": "0 of c"}
+    assert digest == hashlib.sha256(b"a\t0 of a\nb\t0 of b\nc\t0 of c\n").hexdigest()
+    assert read(bench, "t", paths=False) == ({}, digest)
+    bench.push()
+    assert read(bench, "t")[1] != digest
+
+
+@pytest.mark.parametrize("how", ["an install", "an in-place begin", "four other readers", "its end"])
+def test_a_fingerprint_never_goes_on_after(bench: Bench, how: str) -> None:
+    read(bench, "t", slices=2)
+    bench.begin()
+    bench.session.abort(bench.session.status()["lease"]["update_id"], 1, drained=True)
+    bench.session.fingerprint("t", False, True)
+    if how == "an install":
+        bench.push()
+    elif how == "an in-place begin":
+        bench.session.abort(bench.begin("in_place"), 0, drained=True, untouched=True)
+    elif how == "four other readers":
+        for other in range(4):
+            read(bench, f"{other}", slices=1)
+    else:
+        assert bench.session.fingerprint("t", False, True)["digest"]
+    with pytest.raises(errors.StaleUpdate):
+        bench.session.fingerprint("t", False, True)
+
+
+def test_a_fingerprint_is_refused_while_weights_change(bench: Bench) -> None:
+    update_id = bench.begin()
+    bench.plane.land(update_id, bench.plan)
+    claim = bench.claim(update_id)["claim"]
+    bench.session.prepare(update_id, claim)
+    assert read(bench, "t")[1]
+    bench.session.install(update_id, claim)
+    for step in (None, "resuming"):
+        if step:
+            bench.session.record_step(update_id, claim, step)
+        with pytest.raises(errors.LeaseHeld) as refused:
+            read(bench, "t")
+        assert refused.value.details["update_id"] == update_id
+    bench.session.finish(update_id, claim, {})
+    assert read(bench, "t")[1]
+    in_place = bench.begin("in_place")
+    with pytest.raises(errors.LeaseHeld):
+        read(bench, "t")
+    bench.session.abort(in_place, 1)
+    with pytest.raises(errors.EngineTorn):
+        read(bench, "t")
+
+
+def test_a_fingerprint_whose_slice_fails_is_over(bench: Bench) -> None:
+    read(bench, "t", slices=1)
+    bench.plane.fail["fingerprint"] = errors.EngineAsleep("asleep")
+    with pytest.raises(errors.EngineAsleep):
+        bench.session.fingerprint("t", False, True)
+    bench.plane.fail.clear()
+    with pytest.raises(errors.StaleUpdate):
+        bench.session.fingerprint("t", False, True)
 
 
 def test_the_extension_has_one_attribute_and_it_never_raises(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:

@@ -8,6 +8,7 @@ Handlers that change something run in tasks of their own: a client that hangs up
 from __future__ import annotations
 
 import asyncio
+import gzip
 import hashlib
 import json
 import logging
@@ -131,6 +132,17 @@ async def plan(request: Request, timeout_s: Annotated[float, Query(gt=0, le=86_4
     return JSONResponse({"manifest": digest, "workers": [w.model_dump() for w in workers], "plans": plans})
 
 
+@router.get("/fingerprint")
+async def fingerprint(
+    request: Request, worker: Annotated[int | None, Query(ge=0, lt=1 << 31)] = None, paths: bool = True
+) -> Response:
+    """Checksums of everything that the engine can read, by worker and path; without ``paths`` their digests only."""
+    updates = _updates(request)
+    async with updates.reading:
+        found = await publish.fingerprint(updates.engine, worker, paths=paths)
+    return await asyncio.to_thread(_compressed, found.model_dump_json().encode(), request)
+
+
 @router.post("/updates")
 async def begin(request: Request) -> Response:
     """Open an update."""
@@ -229,6 +241,13 @@ def _invalid(problems: Any) -> errors.InvalidRequest:
 def _refusal(error: errors.PushWeightsError) -> JSONResponse:
     headers = {"WWW-Authenticate": "Bearer"} if error.http_status == 401 else None
     return JSONResponse(json.loads(json.dumps(error.to_wire(), default=str)), error.http_status, headers)
+
+
+def _compressed(text: bytes, request: Request) -> Response:
+    headers = {"Vary": "Accept-Encoding"}
+    if "gzip" in request.headers.get("accept-encoding", "") and len(text) > 1024:
+        text, headers["Content-Encoding"] = gzip.compress(text, 1), "gzip"
+    return Response(text, headers=headers, media_type="application/json")
 
 
 def _json(record: BaseModel, status_code: int = 200) -> Response:

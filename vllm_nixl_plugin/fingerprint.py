@@ -6,11 +6,13 @@ shows, are seen through by running the layer that holds them on an identity matr
 running engine: tensors in the memory that its runner holds (KV caches, input buffers), and numbers that changed since
 loading. The order is that of the paths, so that two engines compare line by line.
 
-Blocks for as long as reading all weights takes; call it while the engine is idle. No NIXL, no network.
+`fingerprint` blocks for as long as reading all weights takes; `slices` hands over what a tenth of a second gave, so
+that an engine can serve in between. The weights must stay the same until the end. No NIXL, no network.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,15 +23,31 @@ from vllm_nixl_plugin import graph
 from vllm_nixl_plugin.model import digest, geometry_of, record_of, state_of
 
 _ROWS = 256
+SLICE_S = 0.1
 
 
 def fingerprint(worker: Any) -> dict[str, str]:
     """Checksums of one vLLM worker by path. Two engines are equal when all paths and all checksums are."""
+    return dict(_lines(worker))
+
+
+def slices(worker: Any, slice_s: float = SLICE_S) -> Iterator[list[tuple[str, str]]]:
+    """`fingerprint` in pieces of about ``slice_s`` seconds of work each (one tensor more, at most)."""
+    piece: list[tuple[str, str]] = []
+    end = time.monotonic() + slice_s
+    for line in _lines(worker):
+        piece.append(line)
+        if time.monotonic() >= end:
+            yield piece
+            piece, end = [], time.monotonic() + slice_s
+    yield piece
+
+
+def _lines(worker: Any) -> Iterator[tuple[str, str]]:
     model: nn.Module = worker.get_model()
     record = record_of(model)
     at_load: Mapping[str, Any] = record.state if record is not None else {}
     engines = graph.memory_held(getattr(worker, "model_runner", None))
-    out: dict[str, str] = {}
     first: dict[int, str] = {}
     known: dict[tuple[Any, ...], int] = {}
     for path, module in sorted(model.named_modules()):
@@ -40,17 +58,14 @@ def fingerprint(worker: Any) -> dict[str, str]:
                 storage = value.untyped_storage()
                 if value.numel() and storage.data_ptr() in engines:
                     continue
-                out[place] = _line(value, known)
-                if value.numel():
-                    shared = first.setdefault(storage.data_ptr(), place)
-                    out[place] += f" shares {shared}" if shared != place else ""
+                shared = first.setdefault(storage.data_ptr(), place) if value.numel() else place
+                yield place, _line(value, known) + (f" shares {shared}" if shared != place else "")
             elif graph.is_releasing(value) or isinstance(value, torch.ScriptObject):
                 opaque = True
             elif isinstance(value, int | float) and at_load.get(place, value) == state_of(value):
-                out[place] = repr(value)
+                yield place, repr(value)
         if opaque:
-            out[f"{path}()" if path else "()"] = _seen_through(module)
-    return out
+            yield f"{path}()", _seen_through(module)
 
 
 def differences(a: Mapping[str, str], b: Mapping[str, str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Plans on their way from the workers to the trainer: started everywhere, polled, read in pieces, each plan once.
+"""What workers publish: their plans (started everywhere, polled, read in pieces, each plan once) and fingerprints.
 
 An API process keeps what it has read, by digest: a manifest that all workers have planned for costs one call of them.
 """
@@ -6,13 +6,15 @@ An API process keeps what it has read, by digest: a manifest that all workers ha
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
+import uuid
 from collections import OrderedDict
 from typing import Any
 
 from vllm_nixl_plugin import errors
 from vllm_nixl_plugin.engine import Engine
-from vllm_nixl_plugin.wire import PlannedWorker
+from vllm_nixl_plugin.wire import Fingerprint, PlannedWorker, WorkerFingerprint
 
 FIRST_POLL_S = 0.005
 SLOWEST_POLL_S = 0.2
@@ -72,6 +74,36 @@ async def summaries(engine: Engine, plan: str | None) -> list[dict[str, Any]]:
     if not found:
         await engine.call_all("plan_summary", {"plan": plan})
     return found
+
+
+async def fingerprint(engine: Engine, worker: int | None, *, paths: bool) -> Fingerprint:
+    """Read everything that the engine can read, on one worker or all, a slice at a time: requests go on in between.
+
+    Errors: InvalidRequest (no such worker), EngineAsleep, EngineTorn, LeaseHeld while weights change, StaleUpdate when
+    they changed meanwhile.
+    """
+    if worker is not None and worker not in engine.workers:
+        raise errors.InvalidRequest(f"there is no worker {worker}, only {list(engine.workers)}")
+    left = list(engine.workers) if worker is None else [worker]
+    lines: dict[int, dict[str, str]] = {w: {} for w in left}
+    done: dict[int, WorkerFingerprint] = {}
+    request = {"ticket": uuid.uuid4().hex, "paths": paths, "start": True}
+    while left:
+        for answer in await engine.call_all("fingerprint", request, only=left):
+            if (got := answer["result"]) is None:
+                continue
+            lines[answer["worker"]].update(got["lines"])
+            if got["digest"] is not None:
+                done[answer["worker"]] = WorkerFingerprint(
+                    worker=answer["worker"], incarnation=answer["incarnation"], n_paths=got["n_paths"],
+                    weight_version=answer["state"]["weight_version"], digest=got["digest"],
+                    paths=lines[answer["worker"]] if paths else None,
+                )  # fmt: skip
+        left = [w for w in left if w not in done]
+        request["start"] = False
+    workers = tuple(done[w] for w in sorted(done))
+    digest = hashlib.sha256("".join(w.digest for w in workers).encode()).hexdigest()
+    return Fingerprint(weight_version=workers[0].weight_version, digest=digest, workers=workers)
 
 
 async def metadata(engine: Engine) -> list[dict[str, Any]]:

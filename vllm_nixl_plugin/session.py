@@ -23,12 +23,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from vllm_nixl_plugin import errors
 from vllm_nixl_plugin.plan_cache import CachedPlan, PlanCache
+from vllm_nixl_plugin.readings import Readings
 from vllm_nixl_plugin.wire import Binding, Landed, Manifest, Mode, WorkerPlan, decode_landed
 
 logger = logging.getLogger("vllm.nixl_plugin")
@@ -74,6 +75,12 @@ class Plane(Protocol):
 
     def summary(self, plan: WorkerPlan) -> dict[str, Any]:
         """The plan for people."""
+
+    def fingerprint(self) -> Iterator[list[tuple[str, str]]]:
+        """Path and checksum of everything that the engine can read, in slices of a fraction of a second each.
+
+        Errors: EngineAsleep, at each slice.
+        """
 
 
 @dataclass
@@ -132,6 +139,7 @@ class WorkerSession:
     def __init__(self, plane: Plane, clock: Callable[[], float] = time.monotonic) -> None:
         self.plane = plane
         self.plans = PlanCache(plane.make_plan)
+        self._readings = Readings(plane.fingerprint)
         self.description = plane.describe()
         self.worker: int = self.description["worker"]
         self.incarnation = plane.incarnation()
@@ -286,6 +294,8 @@ class WorkerSession:
         elif self.update is not None:
             self._close("expired", torn=self.update.mode == "in_place")
         self._check_heals(cached)
+        if mode == "in_place":
+            self._readings.clear()
         if self.undrained is not None:
             self._check_writers(writers)
             logger.warning("update %s ended with writes under way: fencing", self.undrained)
@@ -374,6 +384,7 @@ class WorkerSession:
             self._check_complete(update)
             with self._lock:
                 update.step = "installing"
+            self._readings.clear()
             try:
                 stages = self.plane.install(update.plan, update.mode)
             except Exception as error:
@@ -413,6 +424,24 @@ class WorkerSession:
             update.drained |= drained
             torn |= update.mode == "in_place" and not untouched
         return self._close(outcome, torn=torn, error=error, timings=timings)
+
+    def fingerprint(self, ticket: str, start: bool, paths: bool) -> dict[str, Any]:
+        """The next slice of the fingerprint that ``ticket`` names; see `Readings.read`. Not while weights change.
+
+        Errors: EngineTorn, LeaseHeld, StaleUpdate, EngineAsleep.
+        """
+        with self._lock:
+            update = self.update
+            if self.torn:
+                raise errors.EngineTorn("the engine holds half of an update: push all weights, then compare")
+            if update is not None and (
+                update.mode == "in_place" or update.stages is not None or update.step in INSTALLING_STEPS
+            ):
+                raise errors.LeaseHeld(
+                    f"update {update.id} is changing the weights: ask again when it is over",
+                    holder=update.holder, expires_in_s=STALE_HEARTBEAT_S, update_id=update.id,
+                )  # fmt: skip
+        return self._readings.read(ticket, start=start, paths=paths)
 
     def hold(self, held: bool) -> dict[str, Any]:
         """Judge: somebody pauses or resumes generation by hand.

@@ -43,6 +43,7 @@ class Updates:
     def __init__(self, engine: Engine, *, heartbeat_s: float = 2.0, watch_s: float = 2.0) -> None:
         self.engine = engine
         self.plans = publish.Blobs()
+        self.reading = asyncio.Lock()  # one fingerprint at a time
         self.claimant = uuid.uuid4().hex
         self._heartbeat_s = heartbeat_s
         self._watch_s = watch_s

@@ -248,6 +248,28 @@ class ServerStatus(Record):
     last: UpdateStatus | None = None
 
 
+class WorkerFingerprint(Record):
+    """What one worker's engine can read: ``digest`` over the sorted lines ``path<tab>checksum<newline>``.
+
+    ``paths``: those lines by path, where they were asked for; shapes, dtypes and checksums, no weight.
+    """
+
+    worker: int
+    incarnation: str
+    weight_version: str
+    n_paths: int
+    digest: str
+    paths: dict[str, str] | None = None
+
+
+class Fingerprint(Record):
+    """What the workers that were asked can read. ``digest``: of their digests, in order."""
+
+    weight_version: str
+    digest: str
+    workers: tuple[WorkerFingerprint, ...]
+
+
 class Landed(Record):
     """A notification: so many bytes of update ``update_id`` have been written by this agent, as its ``sequence``-th."""
 

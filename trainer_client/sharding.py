@@ -19,6 +19,9 @@ from vllm_nixl_plugin.errors import InvalidRequest
 if TYPE_CHECKING:
     from torch import Tensor
 
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""Where the wrappers of compile, activation checkpointing and FSDP1 keep the module that they wrap."""
+
 Runs = tuple[tuple[int, int], ...]
 """Indices along one dim, in the order of the local tensor, as ranges ``[start, stop)``."""
 
@@ -54,6 +57,11 @@ def local_shards(name: str, value: Any) -> list[LocalShard]:
         return _declared(name, value)
     shape, shards = _of_tensor(name, value)
     return [shard for shard in shards if shard.tensor.numel() or 0 in shape]
+
+
+def unmarked(name: str) -> str:
+    """The name without the path segments that wrappers of modules add, and without empty ones."""
+    return ".".join(part for part in name.split(".") if part and part not in WRAPPERS)
 
 
 def _of_tensor(name: str, tensor: Any) -> tuple[tuple[int, ...], Iterable[LocalShard]]:

@@ -14,19 +14,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from trainer_client.sharding import LocalShard, local_shards
+from trainer_client.flattened import flat_state
+from trainer_client.sharding import WRAPPERS, LocalShard, local_shards, unmarked
 from vllm_nixl_plugin.errors import InvalidRequest
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    Value = Tensor | LocalShard | Sequence[LocalShard]
+    from trainer_client.packing import Maker
 
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+    Value = Tensor | LocalShard | Sequence[LocalShard]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +63,15 @@ class Storage:
 
 @dataclass(frozen=True)
 class Sources:
-    """All shards of one push. ``owners`` keeps the memory alive and in place: one untyped storage per `Storage`."""
+    """All shards of one push. ``owners`` keeps the memory alive and in place: one untyped storage per `Storage`.
+
+    ``makers``: numbers of storages that are imagined, and who makes what they would hold (`packing.Maker`).
+    """
 
     shards: tuple[Shard, ...]
     storages: tuple[Storage, ...]
     owners: tuple[torch.UntypedStorage, ...]
+    makers: Mapping[int, Maker] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -91,8 +96,8 @@ class Sources:
 def collect(model: nn.Module | Mapping[str, Value] | Iterable[tuple[str, Value]]) -> Sources:
     """The shards of ``model`` on this rank, where they lie: nothing is copied and nothing communicated.
 
-    The one exception is FSDP1, see `named_values`. A rank that has nothing of a tensor has no shard of it. An iterable
-    is drawn to its end before anything is sent, so its tensors have to fit in memory together.
+    A rank that has nothing of a tensor has no shard of it. An iterable is drawn to its end before anything is sent, so
+    its tensors have to fit in memory together.
     Errors: InvalidRequest that names the tensor and the remedy.
     """
     shards: list[Shard] = []
@@ -121,8 +126,8 @@ def collect(model: nn.Module | Mapping[str, Value] | Iterable[tuple[str, Value]]
 def named_values(model: Any) -> dict[str, Any]:
     """Name to what this rank has of it, in the order of ``model``: a tensor, or declared `LocalShard`s.
 
-    Of a module that FSDP1 wraps it takes the sharded state dict, which FSDP1 makes by gathering one wrapped unit after
-    the other on every rank and copying out its shards; all other modules give their parameters as they lie.
+    A module gives its state dict, with the hooks that it has; one that FSDP1 wraps what `flat_state` finds, because the
+    state dicts of FSDP1 gather the model, unit by unit.
     Errors: InvalidRequest (no tensors, doubled names).
     """
     from torch import Tensor, nn
@@ -145,7 +150,7 @@ def named_values(model: Any) -> dict[str, Any]:
             raise InvalidRequest(
                 f"expected (name, tensor) pairs, got {type(pair).__name__}: use model.named_parameters()"
             )
-        name = _unmarked(pair[0])
+        name = unmarked(pair[0])
         if name in found:
             raise InvalidRequest(f"{name} comes twice: give every tensor once")
         found[name] = pair[1]
@@ -154,17 +159,12 @@ def named_values(model: Any) -> dict[str, Any]:
     return found
 
 
-def _unmarked(name: str) -> str:
-    """The name without the path segments that wrappers of submodules add."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
 def unwrap(module: nn.Module) -> nn.Module:
     """The module that owns the names: inside compile, checkpoint, FSDP1 and DistributedDataParallel wrappers."""
     from torch.nn.parallel import DistributedDataParallel
 
     while True:
-        inner = next((module._modules[name] for name in _WRAPPERS if name in module._modules), None)
+        inner = next((module._modules[name] for name in WRAPPERS if name in module._modules), None)
         if inner is None and isinstance(module, DistributedDataParallel):
             inner = module.module
         if inner is None:
@@ -174,8 +174,8 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 def _of_module(module: nn.Module) -> dict[str, Any]:
     inner = unwrap(module)
-    saved = _fsdp1_state(module) if _has_fsdp1(module) else inner.state_dict()
-    state = {_unmarked(name): value for name, value in saved.items() if not name.endswith("_extra_state")}
+    saved = flat_state(module) if _has_fsdp1(module) else inner.state_dict()
+    state = {unmarked(name): value for name, value in saved.items() if not name.endswith("_extra_state")}
     for name in getattr(inner, "_keys_to_ignore_on_save", None) or ():
         state.pop(name, None)
     for name in tied_copies(inner, state):
@@ -186,12 +186,6 @@ def _of_module(module: nn.Module) -> dict[str, Any]:
 def _has_fsdp1(module: nn.Module) -> bool:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and any(isinstance(part, fsdp.FullyShardedDataParallel) for part in module.modules())
-
-
-def _fsdp1_state(module: nn.Module) -> dict[str, Any]:
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
-    return get_model_state_dict(module)
 
 
 def tied_copies(module: nn.Module, state: Mapping[str, Any]) -> set[str]:

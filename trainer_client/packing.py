@@ -8,7 +8,7 @@ the dtype that its step names, so the bytes that arrive are the bytes that the l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 OPERATIONS: Mapping[str, int] = {"to": 0, "neg": 0, "abs": 0, "mul": 1, "add": 1, "sub": 1, "div": 1}
 """The ops a program may have, and how many numbers each takes. All are correctly rounded on every device."""
 
+Operation = Callable[["Tensor"], "Tensor"]
+Maker = Callable[[PackItem, "Tensor"], Iterable[Callable[[], None]]]
+"""What fills the place of an item in a send buffer, for storages that have no memory of their own."""
+
 _CARRIERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 """Element types that carry bytes of each size unchanged."""
 
@@ -31,14 +35,24 @@ _CARRIERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 class PreparedBatch:
     """One batch of a route, bound to the storages it reads and the send buffer it fills."""
 
-    def __init__(self, batch: Batch, storages: Sequence[torch.UntypedStorage], buffer: Tensor) -> None:
+    def __init__(
+        self,
+        batch: Batch,
+        storages: Sequence[torch.UntypedStorage],
+        buffer: Tensor,
+        makers: Mapping[int, Maker] | None = None,
+    ) -> None:
         """``buffer``: a one-dimensional uint8 tensor on the batch's device with at least ``batch.nbytes``.
 
         Errors: PlanRefused when a program has an op or dtype that is not known here.
         """
-        self._moves: list[tuple[Tensor, Tensor, tuple[Callable[[Tensor], Tensor], ...]]] = []
+        self._moves: list[tuple[Tensor, Tensor, tuple[Operation, ...]]] = []
+        self._makes: list[Callable[[], None]] = []
         for item in batch.items:
-            operations = tuple(_operation(step) for step in item.program)
+            if makers and item.storage in makers:
+                self._makes += makers[item.storage](item, buffer)
+                continue
+            operations = tuple(operation_of(step) for step in item.program)
             copy, read_as, write_as = _types(item)
             source = view(storages[item.storage], buffer.device, read_as, copy.shape, copy.src_offset, copy.src_strides)
             target = view(buffer.untyped_storage(), buffer.device, write_as, copy.shape,
@@ -54,6 +68,8 @@ class PreparedBatch:
                 for operation in operations:
                     source = operation(source)
                 target.copy_(source)
+            for make in self._makes:
+                make()
 
 
 def view(
@@ -97,7 +113,7 @@ def _aligned(copy: Copy) -> Copy:
     )  # fmt: skip
 
 
-def _operation(step: Step) -> Callable[[Tensor], Tensor]:
+def operation_of(step: Step) -> Operation:
     """The step as a function. Errors: PlanRefused when it is none of `OPERATIONS`."""
     import torch
 

@@ -158,6 +158,8 @@ class Transfer:
 
     def _prepare_direct(self, lane: Lane) -> None:
         binding = lane.binding
+        if not lane.route.nbytes:
+            return
         remote = self._fabric.connect(binding.agent_metadata)
         if remote != binding.agent:
             raise InvalidRequest(f"worker {binding.worker} names agent {binding.agent!r}, but its metadata {remote!r}")
@@ -184,7 +186,8 @@ class Transfer:
                 buffer = buffers.get(batch.device, slot, largest[batch.device])
                 at = np.full(len(batch.writes), buffer.data_ptr(), dtype=np.int64)
                 writes = self._writes(lane, batch.writes, at, Place.of(batch.device))
-                packed = _Packed(lane, (batch.device, slot), PreparedBatch(batch, owners, buffer), tuple(writes))
+                prepared = PreparedBatch(batch, owners, buffer, self._memory.sources.makers)
+                packed = _Packed(lane, (batch.device, slot), prepared, tuple(writes))
                 self._packed.append(packed)
 
     def _writes(self, lane: Lane, runs: Runs, bases: npt.NDArray[np.int64], place: Place) -> list[Write]:

@@ -1,191 +1,221 @@
-"""Put new weights in place with first-load semantics (the stage: install). The engine is paused while `apply` runs.
+"""Put new weights in place with first-load semantics (the stage: install).
 
-`prepare` gives the twin's modules the received load-format tensors and runs vLLM's own processing on them, as a first
-load does; nothing that serves is touched. It then walks the serving modules and the twin's side by side and lists what
-has to happen: *pours*, values copied into the tensors that serve (captured graphs and closures hold them), and
-*rebinds*, where processing made something that cannot be copied into. Where graphs are captured a rebind is refused.
-`apply` carries the list out. Called by `plane`.
+    prepare   the twin's modules get what has arrived and vLLM's own processing runs on them, as at a first load; then
+              `pairing` lists what has to change. Nothing that serves is touched.
+    install   carry the list out, the engine being paused: the point of no return
+
+Called by `plane`, in the worker's main thread.
 """
 
 from __future__ import annotations
 
-import types
-from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass, field
+import logging
+import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from vllm_nixl_plugin import graph
-from vllm_nixl_plugin.errors import NeedsRestart
-from vllm_nixl_plugin.model import geometry_of, state_of
+from vllm_nixl_plugin.binding import Binder
+from vllm_nixl_plugin.composition import Held, Part
+from vllm_nixl_plugin.errors import InstallFailed, PushWeightsError
+from vllm_nixl_plugin.loaded import LoadedModel
+from vllm_nixl_plugin.memory import Arena
+from vllm_nixl_plugin.model import state_of
+from vllm_nixl_plugin.pairing import Change, Pairing
+from vllm_nixl_plugin.planning import dtype_of
+from vllm_nixl_plugin.twin import engine_context
+from vllm_nixl_plugin.wire import Mode
 
-_MISSING = object()
-_PLAIN = (int, float, str, bytes, bool, complex, type(None), torch.dtype, torch.device, torch.Size)
+logger = logging.getLogger("vllm.nixl_plugin")
 
 
 @dataclass(slots=True)
-class Change:
-    """What an install does: ``pours`` are (serving tensor, new values), ``rebinds`` (path, slot, new value)."""
+class _Live:
+    """Tensors that serve and their shadows, for live homes whose modules are not processed."""
 
-    pours: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    rebinds: list[tuple[str, graph.Slot, Any]] = field(default_factory=list)
-    removals: list[tuple[str, graph.Slot]] = field(default_factory=list)
-
-    def apply(self) -> None:
-        """The point of no return. Copies go first, so that values bound afterwards share nothing with the twin."""
-        with torch.no_grad():
-            for served, new in self.pours:
-                served.data.copy_(new)
-        for _, slot, value in self.rebinds:
-            # The twin takes its tensor objects back when it is restored.
-            slot.rebind(graph.alias(value) if isinstance(value, torch.Tensor) else value)
-        for _, slot in self.removals:
-            slot.remove()
+    served: list[torch.Tensor]
+    shadows: list[torch.Tensor]
 
 
-class Pairing:
-    """Compares serving modules with their processed twins.
+@dataclass(slots=True)
+class Prepared:
+    """What an install carries out. ``changes``: of each model."""
 
-    ``at_load``: `LoadRecord.state`; what differs from it today belongs to the running engine (KV cache, buffers) and is
-    left alone. ``captured``: whether CUDA graphs hold addresses, so that rebinding would go unseen. ``engines``:
-    addresses of memory that is the engine's own (KV caches).
-    """
+    held: Held
+    mode: Mode
+    changes: list[tuple[LoadedModel, Change]]
+    live: _Live
+    seconds: dict[str, float]
 
-    def __init__(self, at_load: Mapping[str, Any], *, captured: bool, engines: Set[int] = frozenset()) -> None:
-        self.at_load = at_load
-        self.captured = captured
-        self.engines = engines
-        self.change = Change()
-        self._seen: set[tuple[int, int]] = set()
-        self._poured: set[int] = set()
 
-    def module(self, path: str, served: nn.Module, twin: nn.Module) -> None:
-        """Errors: NeedsRestart naming the path that a captured graph has baked in."""
-        self._holder(path, served, twin)
+class Installer:
+    """See the module."""
 
-    def unprocessed(self, path: str, served: nn.Module) -> None:
-        """A module whose weights are written where they are: what its forward has derived from them is dropped."""
-        for name, slot in graph.owned(served):
-            below = f"{path}.{name}" if path else name
-            if slot.kind in ("attr", "buffer") and self._appeared_later(below, slot.value):
-                if below in self.at_load:
-                    self.change.rebinds.append((below, slot, None))
-                else:
-                    self.change.removals.append((below, slot))
+    def __init__(self, worker: Any, number: int, binder: Binder) -> None:
+        self.worker = worker
+        self.number = number
+        self.binder = binder
+        self.prepared: Prepared | None = None
+        self._twins_in_use: list[LoadedModel] = []
 
-    def _holder(self, path: str, served: Any, twin: Any) -> None:
-        old, new = graph.slots(served), graph.slots(twin)
-        for key, slot in new.items():
-            below = f"{path}.{key}" if path else str(key)
-            mine = old.get(key)
-            value = mine.value if mine is not None else _MISSING
-            if not self._merge(below, value, slot.value):
-                place = mine or graph.Slot(served, slot.kind, key, None)
-                self._rebind(below, place, slot.value)
-        for key, mine in old.items():
-            below = f"{path}.{key}" if path else str(key)
-            if key not in new and self._appeared_later(below, mine.value) and mine.kind in ("attr", "buffer", "item"):
-                self.change.removals.append((below, mine))
+    def prepare(self, held: Held, mode: Mode) -> Prepared:
+        """Run vLLM's processing on the twin and work out what an install will change. Nothing that serves is touched.
 
-    def _rebind(self, path: str, slot: graph.Slot, value: Any) -> None:
-        if self.captured:
-            raise NeedsRestart(
-                f"{path} of the running engine cannot be changed in place ({_kind(slot.value)} -> {_kind(value)}), and "
-                "captured CUDA graphs would not see a new one. Restart the server with the new checkpoint, or serve "
-                "with --enforce-eager.",
-                path=path,
-            )
-        self.change.rebinds.append((path, slot, value))
-
-    def _merge(self, path: str, old: Any, new: Any) -> bool:
-        """Whether the new value is or will be in place without rebinding ``path``."""
-        if old is new or (id(old), id(new)) in self._seen:
-            return True
-        if isinstance(new, torch.Tensor) or isinstance(old, torch.Tensor):
-            return self._tensors(path, old, new)
-        if isinstance(new, nn.Module):
-            return isinstance(old, nn.Module)
-        if old is _MISSING or type(old) is not type(new):
-            return self._engine_owned(path, old) and old is not _MISSING
-        if isinstance(new, _PLAIN):
-            return _same(old, new) or self._engine_owned(path, old)
-        if isinstance(new, types.FunctionType):
-            if old.__code__ is not new.__code__:
-                return False
-        elif isinstance(new, types.MethodType) and old.__func__ is not new.__func__:
-            return False
-        if isinstance(new, torch.ScriptObject) or graph.is_releasing(new):
-            return False
-        if not graph.has_slots(new):
-            return True  # configuration, groups, loggers: shared, or the engine's own
-        return self._inside(path, old, new)
-
-    def _inside(self, path: str, old: Any, new: Any) -> bool:
-        self._seen.add((id(old), id(new)))
-        if isinstance(new, dict | list) or graph.is_plain_object(new) or graph.is_closure(new):
-            if isinstance(new, list) and len(old) != len(new):
-                return self._engine_owned(path, old) or not _tensors_below(new)
-            self._holder(path, old, new)
-            return True
-        mine = graph.slots(old)
-        return len(mine) == len(graph.slots(new)) and all(
-            self._merge(f"{path}.{key}", mine[key].value, slot.value)
-            for key, slot in graph.slots(new).items()
-            if key in mine
-        )
-
-    def _tensors(self, path: str, old: Any, new: Any) -> bool:
-        if isinstance(new, torch.Tensor) and new.device.type == "meta":
-            return True  # of a module that is not processed
-        if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor) and geometry_of(old) == geometry_of(new):
-            if id(old) not in self._poured and old.numel():
-                self._poured.add(id(old))
-                self.change.pours.append((old, new))
-            return True
-        if self._recast(path, old, new) or self._appeared_later(path, old):
-            return False
-        return self._engine_owned(path, old)
-
-    def _recast(self, path: str, old: Any, new: Any) -> bool:
-        """Whether a first forward put another form of a tensor in its place: it goes back to what loading leaves.
-
-        A placeholder for what the engine brings (a KV cache) is empty after loading.
+        Errors: NeedsRestart, InstallFailed; always ``untouched`` in shadow mode.
         """
-        both = isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)
-        return both and new.numel() > 0 and self.at_load.get(path) == geometry_of(new)
+        self.prepared = None
+        seconds: dict[str, float] = {}
+        clock = _Clock(seconds)
+        live = _Live([], [])
+        try:
+            changes = [(part.model, self._prepare_part(part, held, mode, live, clock)) for part in held.parts]
+            self._synchronize()
+            self.prepared = Prepared(held, mode, changes, live, seconds)
+        except Exception as error:
+            self.release()
+            if isinstance(error, PushWeightsError):
+                error.details["untouched"] = mode == "shadow"
+                raise
+            logger.exception("worker %s could not prepare an install", self.number)
+            raise InstallFailed(
+                f"worker {self.number}: {type(error).__name__}: {error}", untouched=mode == "shadow"
+            ) from error
+        return self.prepared
 
-    def _appeared_later(self, path: str, old: Any) -> bool:
-        """Whether a tensor was made from the weights after loading, by a first forward: it is dropped, and made again.
+    def _prepare_part(self, part: Part, held: Held, mode: Mode, live: _Live, clock: _Clock) -> Change:
+        record, twin = part.model.record, part.model.twin
+        captured = self._captured()
+        engines = set() if captured else graph.memory_held(getattr(self.worker, "model_runner", None))
+        pairing = Pairing(record.state, captured=captured, engines=engines)
+        paths = _processed_paths(part)
+        written = {n.rpartition(".")[0] for d in part.plan.destinations for n in d.names if d.home != "source"}
+        served = record.served()
+        if paths:
+            self._process(part, held, mode, paths)
+            clock.lap("process")
+            for path in sorted(paths & set(served)):
+                pairing.module(path, served[path], twin.modules[path])
+        for path in () if captured else (written - paths) & set(served):
+            pairing.unprocessed(path, served[path])
+        clock.lap("compare")
+        if mode == "shadow":
+            for place in part.places:
+                if place.live and not any(n.rpartition(".")[0] in paths for n in place.destination.names):
+                    live.served.append(part.model.live_storage(place.destination))
+                    live.shadows.append(self._arena[place.key])
+        return pairing.change
 
-        Under captured graphs it must stay where it is; integers and bytes are workspaces, not weights.
+    def install(self, held: Held, mode: Mode) -> dict[str, float]:
+        """Put the prepared weights in place; seconds by stage (those of `prepare` among them).
+
+        Errors: those of `prepare`, and InstallFailed without ``untouched`` when a copy failed half-way.
         """
-        return (
-            isinstance(old, torch.Tensor)
-            and old.is_floating_point()
-            and not self.captured
-            and self.at_load.get(path) is None
-            and old.untyped_storage().data_ptr() not in self.engines
-        )
+        prepared = self.prepared
+        if prepared is None or prepared.held is not held or prepared.mode != mode:
+            prepared = self.prepare(held, mode)
+        clock = _Clock(prepared.seconds)
+        try:
+            for served, shadow in zip(prepared.live.served, prepared.live.shadows, strict=True):
+                served.copy_(shadow)
+            for _, change in prepared.changes:
+                change.apply()
+            self._synchronize()
+        except Exception as error:
+            logger.exception("worker %s could not finish an install", self.number)
+            raise InstallFailed(f"worker {self.number}: {type(error).__name__}: {error}") from error
+        finally:
+            clock.lap("copy")
+            for model, change in prepared.changes:
+                for path, _, value in change.rebinds:
+                    model.record.state[path] = state_of(value)
+            self.release()
+        whole = mode == "shadow" or not any(d.home == "live" for d in held.plan.destinations)
+        self.binder.base_complete = whole and (self.binder.base_complete or not held.partial)
+        clock.lap("release")
+        return prepared.seconds
 
-    def _engine_owned(self, path: str, old: Any) -> bool:
-        """Whether the running engine has put its own value here since loading."""
-        return path in self.at_load and old is not _MISSING and not _same(state_of(old), self.at_load[path])
+    def release(self) -> None:
+        """Forget what was prepared; the twins go back to their state at creation."""
+        self.prepared = None
+        while self._twins_in_use:
+            self._twins_in_use.pop().twin.restore()
+
+    @property
+    def _arena(self) -> Arena:
+        assert self.binder.arena is not None
+        return self.binder.arena
+
+    def _captured(self) -> bool:
+        return self.binder.device().type == "cuda" and not self.worker.vllm_config.model_config.enforce_eager
+
+    def _process(self, part: Part, held: Held, mode: Mode, paths: set[str]) -> None:
+        twin, record = part.model.twin, part.model.record
+        self._twins_in_use.append(part.model)
+        twin.restore()
+        twin.fill_tensors(self._contents(part, held, mode, paths))
+        with engine_context(twin.config, record.model_config):
+            if part.plan.fallback:
+                specs = {w.name: w for w in part.plan.weights}
+                weights = []
+                for name in part.plan.fallback:
+                    raw = self._arena[part.model.number, name].cpu()
+                    weights.append((name, raw.view(dtype_of(specs[name].dtype)).view(specs[name].shape)))
+                twin.load_weights(weights)
+            twin.process(paths)
+
+    def _contents(self, part: Part, held: Held, mode: Mode, paths: set[str]) -> dict[int, torch.Tensor]:
+        """Storages for the modules that are processed: copies of what arrived, else what creation or the engine has."""
+        model, arena = part.model, self._arena
+        twin = model.twin
+        places = {place.key: place for place in part.places}
+        served = model.record.served()
+        wanted: dict[int, torch.Tensor] = {}
+        keys = twin.storage_keys()
+        for path in paths:
+            for name, tensor in graph.tensors(twin.modules[path]):
+                storage = keys.get(id(tensor))
+                if storage is None or storage in wanted:
+                    continue
+                info, key = twin.storages[storage], (model.number, storage)
+                place = places.get(key)
+                if place is not None and (mode == "shadow" or not place.live):
+                    wanted[storage] = arena[key].clone()
+                elif place is not None:
+                    wanted[storage] = model.live_storage(place.destination).clone()
+                elif held.partial and key in arena:  # what the last full push brought
+                    wanted[storage] = arena[key].clone()
+                elif info.value is None and path in served:
+                    today = dict(graph.tensors(served[path])).get(name)
+                    if today is not None and today.untyped_storage().nbytes() == info.nbytes:
+                        wanted[storage] = graph.raw_bytes(today).clone()
+                    else:
+                        wanted[storage] = torch.empty(info.nbytes, dtype=torch.uint8, device=info.device)
+                elif isinstance(info.value, int | float):
+                    wanted[storage] = torch.empty(info.nbytes, dtype=torch.uint8, device=info.device)
+                    wanted[storage].view(info.dtype).fill_(info.value)
+        return wanted
+
+    def _synchronize(self) -> None:
+        device = self.binder.device()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
-def _same(a: Any, b: Any) -> bool:
-    try:
-        return bool(a == b) or (a != a and b != b)
-    except Exception:  # noqa: BLE001 - a foreign __eq__ that refuses: not the same
-        return False
+def _processed_paths(part: Part) -> set[str]:
+    """Modules on which vLLM's processing has to run: those with a shadow home, and those that derive tensors."""
+    shadows = {n.rpartition(".")[0] for d in part.plan.destinations if d.home == "shadow" for n in d.names}
+    if not shadows and not part.plan.fallback:
+        return set()
+    return {p for p in shadows | part.model.record.derived if p in part.model.twin.modules}
 
 
-def _tensors_below(values: Iterable[Any]) -> bool:
-    return any(isinstance(v, torch.Tensor) for v in values)
+class _Clock:
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self._seconds, self._at = seconds, time.perf_counter()
 
-
-def _kind(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"tensor {list(value.shape)} {value.dtype}"
-    return f"{type(value).__name__}" + (f" {value!r}" if isinstance(value, int | float | str) else "")
+    def lap(self, stage: str) -> None:
+        now = time.perf_counter()
+        self._seconds[stage] = self._seconds.get(stage, 0.0) + now - self._at
+        self._at = now

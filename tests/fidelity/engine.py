@@ -133,7 +133,7 @@ def _push(worker: Any, target: str, mode: str) -> dict[str, Any]:
     plane = worker.__dict__.get("fidelity_plane")
     if plane is None:
         plane = worker.fidelity_plane = create_plane(worker)
-        plane._agent = _NoFabric()
+        plane.binder.agent = _NoFabric()
     weights = read_weights(Path(target))
     begin = time.perf_counter()
     manifest = Manifest(
@@ -150,7 +150,7 @@ def _push(worker: Any, target: str, mode: str) -> dict[str, Any]:
     _write(plan, binding, weights)
     begin = time.perf_counter()
     plane.prepare_install(plan, mode)
-    change = plane._prepared.change
+    [(_, change)] = plane.installer.prepared.changes
     counts = {"pours": len(change.pours), "rebinds": len(change.rebinds), "removals": len(change.removals)}
     counts["rebound"] = [path for path, _, _ in change.rebinds]
     plane.install(plan, mode)

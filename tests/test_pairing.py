@@ -11,7 +11,7 @@ from torch import nn
 
 from vllm_nixl_plugin import graph
 from vllm_nixl_plugin.errors import NeedsRestart
-from vllm_nixl_plugin.install import Pairing
+from vllm_nixl_plugin.pairing import Pairing
 from vllm_nixl_plugin.model import state_of
 
 

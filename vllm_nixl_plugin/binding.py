@@ -1,0 +1,179 @@
+"""Where the destinations of a plan lie, made reachable for NIXL (the stage: register).
+
+    Binder.bind    reserve shadows -> prefill what no weight writes -> register -> addresses
+    Binder.fence   a new agent and new memory: no earlier writer reaches what is in use
+
+Owns the worker's agent, its arena of shadows and all registrations. Called by `plane`; `install` reads the shadows.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from vllm_nixl_plugin.agent import NixlAgent
+from vllm_nixl_plugin.composition import Held, Key, Place
+from vllm_nixl_plugin.errors import PlanRefused
+from vllm_nixl_plugin.fabric import Fabric, Region, Registration
+from vllm_nixl_plugin.memory import Arena
+from vllm_nixl_plugin.planning import Fill
+from vllm_nixl_plugin.settings import WorkerSettings
+from vllm_nixl_plugin.wire import Binding, Mode
+
+
+class Binder:
+    """See the module. Called from the worker's main thread, but for `open_agent`."""
+
+    def __init__(self, worker: int, settings: WorkerSettings, device: Callable[[], torch.device]) -> None:
+        self.worker = worker
+        self.settings = settings
+        self.device = device
+        self.agent: Fabric | None = None
+        self.incarnation = uuid.uuid4().hex
+        self.arena: Arena | None = None
+        self.base_complete = False
+        """Whether the shadows hold all of the weights that serve, so that a partial push may write into them."""
+        self._registered: dict[tuple[int, int], Registration] = {}
+        self._bound: dict[tuple[int, Mode], tuple[tuple[int, ...], Binding]] = {}
+        self._condemned: list[list[torch.Tensor]] = []
+        self._prefilled: dict[Key, tuple[int, int]] = {}
+        self._lock = threading.Lock()
+
+    def open_agent(self) -> Fabric:
+        """The agent; making one takes half a second, that no request has to wait for when a thread has done it."""
+        with self._lock:
+            if self.agent is None:
+                s = self.settings
+                self.agent = NixlAgent(
+                    f"vllm-{self.worker}-{self.incarnation}", backend=s.backend, backend_params=s.backend_params,
+                    num_threads=s.num_threads, interfaces=s.interfaces,
+                )  # fmt: skip
+            return self.agent
+
+    def forget(self, held: Held) -> None:
+        """A plan is no longer held."""
+        self._bound = {key: bound for key, bound in self._bound.items() if key[0] != id(held)}
+
+    def bind(self, held: Held, mode: Mode) -> Binding:
+        """Addresses of all destinations for one mode; memory is reserved and registered when it was not yet.
+
+        Errors: InsufficientMemory, RegistrationFailed, UnknownPlan (a live home is no longer one).
+        """
+        arena = self.arena = self.arena or Arena(self.device())
+        places = held.places
+        served = {p.key: p.model.live_storage(p.destination) for p in places if p.live}
+        addresses = tuple(t.data_ptr() for t in served.values())
+        in_arena = [p for p in places if mode == "shadow" or not p.live]
+        self._check_base(held)
+        agent = self.open_agent()
+        arena.reserve((p.key, p.destination.nbytes) for p in in_arena)
+        self._prefill(held, in_arena, served)
+        before = self._bound.get((id(held), mode))
+        if before is not None and before[0] == addresses:
+            return before[1]
+        homes = [arena[p.key] if (mode == "shadow" or not p.live) else served[p.key] for p in places]
+        for tensor in (*arena.blocks, *(t for t in homes if t.numel())):
+            self._register(agent, tensor)
+        device = arena.device
+        binding = Binding(
+            worker=self.worker,
+            incarnation=self.incarnation,
+            agent=agent.name,
+            agent_metadata=agent.metadata(),
+            memory="VRAM" if device.type == "cuda" else "DRAM",
+            device_id=homes[0].get_device() if homes and device.type == "cuda" else 0,
+            addresses=tuple(t.data_ptr() for t in homes),
+        )
+        self._bound[id(held), mode] = (addresses, binding)
+        return binding
+
+    def _check_base(self, held: Held) -> None:
+        """A partial plan leaves bytes to what is there now, so there must be shadows that hold them."""
+        if self.base_complete or not held.partial:
+            return
+        lacking = [p.destination.names[0] for p in held.places if p.destination.home == "shadow"]
+        if lacking:
+            raise PlanRefused(
+                f"a partial push into {', '.join(lacking[:5])} needs the other weights of these layers and of their "
+                "neighbours as they were loaded, and this worker no longer has them. Push all weights once with "
+                "mode='shadow', then partially.",
+                layers=lacking[:1000],
+            )
+
+    def _prefill(self, held: Held, places: list[Place], served: Mapping[Key, torch.Tensor]) -> None:
+        """Write into shadows, once per plan and memory, the bytes that no weight writes.
+
+        Under a partial plan these are today's: already there after a full push, else those of the live home.
+        """
+        assert self.arena is not None
+        for place in places:
+            key = place.key
+            if not place.fills or (held.partial and self.base_complete):
+                continue
+            target = self.arena[key]
+            done = (id(held), target.data_ptr())
+            if self._prefilled.get(key) == done and not held.partial:
+                continue
+            info = place.model.twin.storages[key[1]] if isinstance(key[1], int) else None
+            for fill in place.fills:
+                source = fill.value if fill.value is not None and not held.partial else served.get(key)
+                if source is None and info is not None:
+                    source = info.value
+                if source is not None:
+                    _fill(target, fill, source, info.dtype if info is not None else None)
+            self._prefilled[key] = done
+
+    def _register(self, agent: Fabric, tensor: torch.Tensor) -> None:
+        region = Region.of(tensor)
+        key = (region.address, region.nbytes)
+        if key not in self._registered:
+            self._registered[key] = agent.register([region])
+
+    def notifications(self) -> list[tuple[str, bytes]]:
+        """Agent and message of what has landed since the last call."""
+        return self.agent.notifications() if self.agent is not None else []
+
+    def fence(self) -> None:
+        """Destroy the agent and take a new name. Shadow memory that a stopped writer may still reach is set aside for
+        good, since a writer on the same host can go on after deregistration."""
+        with self._lock:
+            if self.agent is not None:
+                self.agent.close()
+            self.agent, self._registered, self._bound = None, {}, {}
+            self.incarnation = uuid.uuid4().hex
+        if self.arena is not None:
+            self._condemned.append(self.arena.blocks)
+            self.arena = None
+        self._prefilled = {}
+        self.base_complete = False
+
+
+def _fill(target: torch.Tensor, fill: Fill, source: Any, dtype: torch.dtype | None) -> None:
+    """Write one fill into a destination's bytes; a number is written in the destination's dtype."""
+    c = fill.copy
+    if not c.numel:
+        return
+    if isinstance(source, torch.Tensor):
+        if c.src_itemsize != c.dst_itemsize:
+            raise PlanRefused("a loader casts a tensor of its own into a parameter; this is not supported")
+        raw = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[c.dst_itemsize]
+        _strided(target, raw, c.shape, c.dst_strides, c.dst_offset).copy_(
+            _strided(source, raw, c.shape, c.src_strides if fill.value is not None else c.dst_strides,
+                     c.src_offset if fill.value is not None else c.dst_offset)
+        )  # fmt: skip
+        return
+    assert dtype is not None
+    if dtype.itemsize != c.dst_itemsize:
+        dtype = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[c.dst_itemsize]
+    _strided(target, dtype, c.shape, c.dst_strides, c.dst_offset).fill_(source)
+
+
+def _strided(raw: torch.Tensor, dtype: torch.dtype, shape: Any, strides: Any, offset: int) -> torch.Tensor:
+    size = dtype.itemsize
+    view = torch.empty(0, dtype=dtype, device=raw.device)
+    start = raw.storage_offset() + offset
+    return view.set_(raw.untyped_storage(), start // size, tuple(shape), tuple(s // size for s in strides))

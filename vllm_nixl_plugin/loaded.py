@@ -1,0 +1,126 @@
+"""One model that a worker serves: its load record and its twin, and the plan for it (the stages: trace, plan).
+
+`plane` has one `LoadedModel` per model of its worker. `LoadedModel.plan` traces vLLM's loader on the twin, makes the plan
+and checks it on random data; `live_storage` gives the memory that kernels read for a destination, and proves again that it is live.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from vllm_nixl_plugin import graph
+from vllm_nixl_plugin.errors import PlanRefused, UnknownPlan
+from vllm_nixl_plugin.loadtrace import LoadTrace, trace_load
+from vllm_nixl_plugin.model import LoadRecord, geometry_of, record_of
+from vllm_nixl_plugin.planning import Planned, check_against_checkpoint, make_plan, refuse_missing
+from vllm_nixl_plugin.selfcheck import SelfCheck, demote
+from vllm_nixl_plugin.settings import self_check_mode
+from vllm_nixl_plugin.tracing import Constant, Creation, Opaque, Source
+from vllm_nixl_plugin.twin import Twin
+from vllm_nixl_plugin.wire import Destination, Manifest
+
+logger = logging.getLogger("vllm.nixl_plugin")
+
+
+class LoadedModel:
+    """A model that serves. ``number`` tells it from the others of its worker."""
+
+    def __init__(self, number: int, model: nn.Module) -> None:
+        self.number = number
+        self.model = model
+        self._record = record_of(model)
+        self._baseline: LoadTrace | None = None
+        self._check: SelfCheck | None = None
+
+    @property
+    def record(self) -> LoadRecord:
+        """What was seen while vLLM loaded the model. Errors: PlanRefused, when nothing was."""
+        if self._record is None:
+            raise PlanRefused(
+                "this model was not loaded through a vLLM model loader that the plugin could watch. Put 'nixl' into "
+                "VLLM_PLUGINS of the server, and use a --load-format whose loader is vLLM's own."
+            )
+        return self._record
+
+    @property
+    def twin(self) -> Twin:
+        """The model as created. Errors: PlanRefused, when it could not be made."""
+        if self.record.twin is None:
+            raise PlanRefused(f"the model as created could not be made a second time: {self.record.twin_error}")
+        return self.record.twin
+
+    def plan(self, manifest: Manifest) -> Planned:
+        """The plan of this model for the weights that are meant for it. Errors: PlanRefused naming weights."""
+        twin, record = self.twin, self.record
+        check_against_checkpoint(manifest, record.checkpoint)
+        found = trace_load(twin, manifest.weights, record.live)
+        self._refuse_shared(found)
+        same = {(w.name, w.shape) for w in manifest.weights} == {(w.name, w.shape) for w in record.checkpoint}
+        baseline = None
+        if not manifest.partial and not same:
+            if record.checkpoint:
+                if self._baseline is None:
+                    self._baseline = trace_load(twin, record.checkpoint, record.live)
+                baseline = {t.key: t.pieces for t in self._baseline.destinations}
+            else:
+                refuse_missing(self._unwritten(found))
+        ignorable = {w.name for w in record.checkpoint}
+        planned = make_plan(manifest, found.destinations, baseline, ignorable)
+        if self._check is None:
+            self._check = SelfCheck(twin, self_check_mode())
+        findings = self._check.check(manifest.weights, found.destinations, planned)
+        if findings.demoted:
+            planned = make_plan(manifest, demote(found.destinations, findings.demoted, twin), baseline, ignorable)
+        return replace(planned, self_check=findings.as_dict())
+
+    def _refuse_shared(self, found: LoadTrace) -> None:
+        """Weights that vLLM has tied after loading, because they were equal, cannot take different values again."""
+        owners: dict[int, tuple[int, str]] = {}
+        for destination in found.destinations:
+            if any(not isinstance(p.root, Creation | Constant) for p in destination.pieces):
+                for name in destination.names:
+                    tensor = self.record.tensor_at(name)
+                    if tensor is None or not tensor.numel():
+                        continue
+                    key, other = owners.setdefault(tensor.untyped_storage().data_ptr(), (destination.key, name))
+                    if key != destination.key:
+                        raise PlanRefused(
+                            f"{name} and {other} were equal in the server's checkpoint, and vLLM has tied them into "
+                            "one tensor since: a push would give both the values of one. Restart the server from a "
+                            "checkpoint in which they differ.",
+                            tied=[other, name],
+                        )
+
+    def _unwritten(self, found: LoadTrace) -> set[str]:
+        """Parameters that nothing writes, for a server that started without a checkpoint."""
+        written = {
+            name
+            for d in found.destinations
+            if any(isinstance(p.root, Source | Opaque) for p in d.pieces)
+            for name in d.names
+        }
+        parameters = {n for n, t in self.twin.destination_tensors().items() if isinstance(t, nn.Parameter)}
+        return parameters - written
+
+    def live_storage(self, destination: Destination) -> torch.Tensor:
+        """The bytes that kernels read for a live destination. Errors: UnknownPlan when that is no longer so."""
+        record = self.record
+        found: torch.Tensor | None = None
+        for path in destination.names:
+            tensor = record.tensor_at(path)
+            if tensor is None or record.state.get(path) != geometry_of(tensor):
+                record.live.discard(path)
+                raise UnknownPlan(f"{path} no longer lies where it was loaded; plan again")
+            if found is not None and tensor.untyped_storage().data_ptr() != found.untyped_storage().data_ptr():
+                record.live.discard(path)
+                raise UnknownPlan(f"{path} no longer shares its storage with {destination.names[0]}; plan again")
+            found = tensor
+        assert found is not None
+        if found.untyped_storage().nbytes() != destination.nbytes:
+            record.live.difference_update(destination.names)
+            raise UnknownPlan(f"{destination.names[0]} is not as large as the weights that belong there; plan again")
+        return graph.raw_bytes(found)

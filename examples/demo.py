@@ -73,7 +73,7 @@ def save(model: Any, tokenizer: Any, folder: Path) -> None:
 
 
 @contextmanager
-def serve(checkpoint: Path, token: str) -> Iterator[str]:
+def serve(checkpoint: Path, token: str, *more: str) -> Iterator[str]:
     """Start `vllm serve` as you would, and give its URL; afterwards nothing is left of its process group."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -82,6 +82,7 @@ def serve(checkpoint: Path, token: str) -> Iterator[str]:
         "--served-model-name", "demo", "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16",
         # Quick to start: no compilation, few sequences, little cache.
         "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "4", "--kv-cache-memory-bytes", "67108864",
+        *more,
     ]  # fmt: skip
     settings = {"VLLM_PLUGINS": "nixl", "PUSH_WEIGHTS_TOKEN": token}
     quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TORCH_COMPILE_DISABLE": "1"}

@@ -1,0 +1,233 @@
+"""Pushes that run while training goes on: `WeightClient.push_weights_async` copies, hands the push over and returns.
+
+    sources -> Snapshot.take -> Pushes.start -> PushHandle     (in the caller's thread)
+               the push itself, as `push_weights` does it      (in one worker thread per client, in the order of calls)
+
+A `Snapshot` lies on the device of the weights if an eighth of that device stays free, else in pinned host memory. Its
+memory is kept from push to push, and with it everything that was prepared on it, until the shapes change or the client
+is closed. There is one, so a call waits until the snapshot before it has been delivered. The copy is queued on the
+caller's current stream, before whatever the caller queues there next; the worker waits for it before the first read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, TypeVar
+
+from trainer_client.progress import Progress, ServerProgress
+from trainer_client.sources import Sources, Storage
+from vllm_nixl_plugin.errors import DeadlineExceeded, PushWeightsError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from trainer_client.report import PushReport
+
+FREE_PART = 8
+"""A snapshot leaves one part in so many of a GPU's memory free."""
+
+_T = TypeVar("_T")
+
+
+class PushHandle:
+    """A push under way. As a context manager: the push is over when the block is left.
+
+    with client.push_weights_async(model):
+        train()
+    """
+
+    def __init__(self, future: Future[PushReport], progress: Progress) -> None:
+        self._future, self._progress = future, progress
+
+    def wait(self, timeout_s: float | None = None) -> PushReport:
+        """The report, when the push is over. Errors: those of ``push_weights``.
+
+        DeadlineExceeded after ``timeout_s``: the push goes on, and this may be called again.
+        """
+        try:
+            return self._future.result(timeout_s)
+        except TimeoutError:
+            if self._future.done():
+                raise
+            raise DeadlineExceeded(
+                f"the push is still running after {timeout_s:g} s of waiting; it goes on: call wait() again"
+            ) from None
+
+    def done(self) -> bool:
+        """Whether it is over, well or badly; then `wait` returns or raises at once."""
+        return self._future.done()
+
+    def progress(self) -> Mapping[str, ServerProgress]:
+        """Stage, bytes sent and bytes to send, by server."""
+        return self._progress.servers()
+
+    def __enter__(self) -> PushHandle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with suppress(*() if error is None else (PushWeightsError,)):
+            self.wait()
+
+
+class Pushes:
+    """The worker thread of a client. `start` and `close` belong to the thread that owns the client."""
+
+    def __init__(self) -> None:
+        self.snapshot = Snapshot()
+        self._pool: ThreadPoolExecutor | None = None
+        self._running: dict[Future[PushReport], threading.Event] = {}
+        self._reading: Future[PushReport] | None = None
+
+    def copy(self, sources: Sources) -> Sources:
+        """These weights as they are now, in memory that the next `start` reads. Waits until it is free."""
+        if self._reading is not None:
+            with suppress(Exception):  # its own handle tells
+                self._reading.result()
+        return self.snapshot.take(sources)
+
+    def start(
+        self, push: Callable[[Progress, threading.Event], PushReport], progress: Progress, *, reads_copy: bool
+    ) -> PushHandle:
+        """Run ``push`` behind all that were started before. It gives up when the event is set."""
+        self._pool = self._pool or ThreadPoolExecutor(max_workers=1, thread_name_prefix="nixl-async")
+        cancel = threading.Event()
+        ready = self.snapshot.wait if reads_copy else _nothing
+
+        def run() -> PushReport:
+            ready()
+            return push(progress, cancel)
+
+        future = self._pool.submit(run)
+        self._running = {f: c for f, c in self._running.items() if not f.done()} | {future: cancel}
+        if reads_copy:
+            self._reading = future
+        return PushHandle(future, progress)
+
+    def settle(self) -> None:
+        """Wait until every push that was started is over, well or badly."""
+        for future in list(self._running):
+            with suppress(Exception):
+                future.result()
+        self._running.clear()
+
+    def close(self, *, cancel: bool) -> None:
+        """End the thread, after all pushes; ``cancel`` ends them early. Doing it twice is fine."""
+        if cancel:
+            for event in self._running.values():
+                event.set()
+        if self._pool is not None:
+            self._pool.shutdown()
+        self._pool, self._reading = None, None
+        self._running.clear()
+        self.snapshot.release()
+
+
+class Snapshot:
+    """A copy of `Sources` in memory that is used again for sources of the same storages."""
+
+    def __init__(self) -> None:
+        self._like: tuple[tuple[int, str], ...] = ()
+        self._owners: tuple[torch.UntypedStorage, ...] = ()
+        self._storages: tuple[Storage, ...] = ()
+        self._events: list[torch.cuda.Event] = []
+
+    def take(self, sources: Sources) -> Sources:
+        """The same shards in the copy. On a GPU the copy is queued, and `wait` returns when it is there.
+
+        The memory of the last one is written over: nobody may be reading it.
+        """
+        import torch
+
+        like = tuple((storage.nbytes, storage.device) for storage in sources.storages)
+        if like != self._like:
+            self.release()
+            self._allocate(sources)
+            self._like = like
+        with torch.no_grad():
+            for owner, storage, copy, place in zip(
+                sources.owners, sources.storages, self._owners, self._storages, strict=True
+            ):
+                if storage.nbytes:
+                    target, source = _bytes(copy, place.device), _bytes(owner, storage.device)
+                    target.copy_(source, non_blocking=True)
+        self._events = []
+        for device in {storage.device for storage in sources.storages if storage.device.startswith("cuda")}:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(torch.device(device)))
+            self._events.append(event)
+        return replace(sources, storages=self._storages, owners=self._owners)
+
+    def wait(self) -> None:
+        """Until what `take` has queued is there."""
+        for event in self._events:
+            event.synchronize()
+
+    def release(self) -> None:
+        """Let go of the memory."""
+        self._like, self._owners, self._storages, self._events = (), (), (), []
+
+    def _allocate(self, sources: Sources) -> None:
+        import torch
+
+        needed: dict[str, int] = {}
+        for storage in sources.storages:
+            needed[storage.device] = needed.get(storage.device, 0) + storage.nbytes
+        places = {device: device if _fits(device, nbytes) else "cpu" for device, nbytes in needed.items()}
+        owners, storages = [], []
+        for storage in sources.storages:
+            place = places[storage.device]
+            owner = torch.empty(
+                storage.nbytes, dtype=torch.uint8, device=place, pin_memory=place == "cpu" != storage.device
+            ).untyped_storage()
+            owners.append(owner)
+            storages.append(Storage(owner.data_ptr(), storage.nbytes, place))
+        self._owners, self._storages = tuple(owners), tuple(storages)
+
+
+def beside(devices: Iterable[str], task: Callable[[], _T]) -> Callable[[], _T]:
+    """``task`` on streams of its own, so that what it queues on a GPU does not stand in line behind the training there.
+
+    What it reads has to be there already.
+    """
+    gpus = sorted({device for device in devices if device.startswith("cuda")})
+    if not gpus:
+        return task
+
+    def run() -> _T:
+        import torch
+
+        with ExitStack() as streams:
+            for gpu in gpus:
+                streams.enter_context(torch.cuda.stream(torch.cuda.Stream(torch.device(gpu))))
+            return task()
+
+    return run
+
+
+def _nothing() -> None:
+    pass
+
+
+def _bytes(storage: torch.UntypedStorage, device: str) -> Tensor:
+    import torch
+
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+def _fits(device: str, nbytes: int) -> bool:
+    """Whether ``nbytes`` more leave enough of the device free; a CPU pages, and is taken at its word."""
+    if not device.startswith("cuda"):
+        return True
+    import torch
+
+    free, total = torch.cuda.mem_get_info(torch.device(device))
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + cached - nbytes >= total // FREE_PART

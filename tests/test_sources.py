@@ -4,11 +4,10 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 from trainer_client.checkpoint import read_checkpoint
-from trainer_client.conversion import checkpoint_converter, convert_shards
 from trainer_client.sources import collect, named_values
 from vllm_nixl_plugin.errors import InvalidRequest
 
@@ -82,91 +81,6 @@ def test_a_tensor_subclass_is_refused_with_its_name() -> None:
     tensor = torch.Tensor._make_wrapper_subclass(Scaled, (2,), dtype=torch.float32)
     with pytest.raises(InvalidRequest, match="w is a Scaled"):
         collect({"w": tensor})
-
-
-def shards(**tensors: torch.Tensor):
-    return collect(tensors).shards
-
-
-def test_without_a_conversion_every_tensor_is_a_weight() -> None:
-    conversion = convert_shards(shards(a=torch.zeros(2, 3), b=torch.zeros(1, dtype=torch.float16)), None)
-    assert [(w.name, w.shape, w.dtype) for w in conversion.weights] == [
-        ("a", (2, 3), "float32"),
-        ("b", (1,), "float16"),
-    ]
-    assert all(part.is_whole for (part,) in conversion.parts)
-
-
-def test_a_conversion_that_only_renames_is_recognised_as_whole_tensors() -> None:
-    conversion = convert_shards(shards(a=torch.zeros(2, 3)), lambda state: {f"model.{k}": v for k, v in state.items()})
-    assert conversion.weights[0].name == "model.a"
-    assert conversion.parts[0][0].is_whole
-
-
-@pytest.mark.parametrize(
-    ("convert", "message"),
-    [
-        (lambda s: {"b": s["a"] * s["a"].max().item()}, r"convert calls .*on the values of a"),
-        (lambda s: {"b": s["a"].softmax(0)}, r"weight b comes from .*softmax.* on a"),
-        (lambda s: {"b": torch.zeros(2)}, r"weight b holds values that convert made itself"),
-        (lambda s: [("b", s["a"]), ("b", s["a"])], r"returned b twice"),
-        (lambda s: {"b": 1}, r"returned 'b': int"),
-    ],
-)
-def test_a_conversion_that_cannot_be_traced_is_refused_by_name(convert, message) -> None:
-    with pytest.raises(InvalidRequest, match=message):
-        convert_shards(shards(a=torch.zeros(4)), convert)
-
-
-def tiny(kind: str, **more):
-    import transformers as tf
-
-    dense = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 4,
-             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-    config = {
-        "qwen3": lambda: tf.Qwen3Config(**dense, **more),
-        "qwen3_moe": lambda: tf.Qwen3MoeConfig(**dense, **experts, **more),
-    }[kind]()
-    torch.manual_seed(0)
-    return tf.AutoModelForCausalLM.from_config(config)
-
-
-def read(conversion, sources):
-    """The weights, gathered byte by byte through the parts of the conversion."""
-    from test_routing import strided
-
-    state = {s.name: s for s in sources.shards}
-    out = {}
-    for spec, parts in zip(conversion.weights, conversion.parts, strict=True):
-        weight = torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
-        flat = weight.view(-1).view(torch.uint8).numpy()
-        for part in parts:
-            owner = sources.owners[state[part.source].storage]
-            memory = torch.empty(0, dtype=torch.uint8).set_(owner).numpy()
-            c = part.copy
-            offset = c.src_offset + state[part.source].offset_bytes
-            moved = strided(memory, "uint8", (*c.shape, c.src_itemsize), offset, (*c.src_strides, 1))
-            index = torch.arange(len(flat))
-            index = strided(index.view(torch.uint8).numpy(), "int64", (*c.shape, c.dst_itemsize), 8 * c.dst_offset,
-                            (*(8 * s for s in c.dst_strides), 8))  # fmt: skip
-            flat[index.numpy()] = moved.numpy()
-        out[spec.name] = weight
-    return out
-
-
-@pytest.mark.parametrize(
-    ("kind", "more"),
-    [("qwen3", {"tie_word_embeddings": True}), ("qwen3", {"tie_word_embeddings": False}), ("qwen3_moe", {})],
-)
-def test_a_transformers_model_is_offered_exactly_as_save_pretrained_writes_it(kind, more, tmp_path) -> None:
-    model = tiny(kind, **more)
-    model.save_pretrained(tmp_path)
-    saved = load_file(tmp_path / "model.safetensors")
-    sources = collect(model)
-    offered = read(convert_shards(sources.shards, checkpoint_converter(model)), sources)
-    assert offered.keys() == saved.keys()
-    assert all(torch.equal(offered[name], saved[name]) for name in saved)
 
 
 def test_a_checkpoint_of_one_file_and_one_with_an_index_are_read(tmp_path) -> None:

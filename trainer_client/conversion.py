@@ -8,12 +8,12 @@ The function itself never runs on data. `WeightClient` keeps the result for as l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from trainer_client.sources import Shard, unwrap
-from vllm_nixl_plugin.errors import InvalidRequest
+from trainer_client.sources import unwrap
+from vllm_nixl_plugin.errors import InvalidRequest, PushWeightsError
 from vllm_nixl_plugin.layout import Copy, identity, simplify
 from vllm_nixl_plugin.wire import Step, WeightSpec
 
@@ -48,7 +48,20 @@ class Conversion:
     parts: tuple[tuple[Part, ...], ...]
 
 
-def convert_shards(shards: Sequence[Shard], convert: Convert | None) -> Conversion:
+class Described(Protocol):
+    """A tensor without its values: a `Shard` stands for the whole of which it is a box."""
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def dtype(self) -> str: ...  # noqa: D102
+    @property
+    def itemsize(self) -> int: ...  # noqa: D102
+    @property
+    def global_shape(self) -> tuple[int, ...]: ...  # noqa: D102
+
+
+def convert_shards(shards: Iterable[Described], convert: Convert | None) -> Conversion:
     """What ``convert`` (None: nothing) makes of the tensors that the shards are boxes of.
 
     Errors: InvalidRequest when the function looks at values, does arithmetic that is no element-wise program, or
@@ -86,21 +99,22 @@ def _is_pretrained(module: Any) -> bool:
     )
 
 
-def _traced(tensors: Mapping[str, Shard], convert: Convert) -> Conversion:
+def _traced(tensors: Mapping[str, Described], convert: Convert) -> Conversion:
     import torch
 
+    from trainer_client.rewriting import Rewriting
     from vllm_nixl_plugin.tracing import NeedsData, trace_function
 
-    def function(state: dict[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
-        result = convert(state)
-        seen: set[str] = set()
-        for name, tensor in result.items() if isinstance(result, Mapping) else result:
-            if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-                raise InvalidRequest(f"convert returned {name!r}: {type(tensor).__name__}; expected named tensors")
-            if name in seen:
-                raise InvalidRequest(f"convert returned {name} twice: return every weight once")
-            seen.add(name)
-            yield name, tensor
+    def function(state: dict[str, Tensor]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        with Rewriting(next(iter(state.values()))):
+            for name, tensor in _pairs(convert(state)):
+                if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+                    raise InvalidRequest(f"convert returned {name!r}: {type(tensor).__name__}; expected named tensors")
+                if name in found:
+                    raise InvalidRequest(f"convert returned {name} twice: return every weight once")
+                found[name] = tensor
+        return found
 
     inputs = {name: (shard.global_shape, getattr(torch, shard.dtype)) for name, shard in tensors.items()}
     try:
@@ -110,6 +124,11 @@ def _traced(tensors: Mapping[str, Shard], convert: Convert) -> Conversion:
             f"convert calls {error.op} on the values of {_few(error.sources)}; it runs once, on tensors without "
             "values: use only views, copies, casts, concatenations and arithmetic with numbers"
         ) from error
+    except PushWeightsError:
+        raise
+    except Exception as error:
+        error.add_note("This was raised by convert, which runs once, on tensors without values, for all ranks.")
+        raise
     weights, parts = [], []
     for name, (shape, dtype, pieces) in traced.items():
         weights.append(WeightSpec(name=name, shape=shape, dtype=str(dtype).removeprefix("torch.")))
@@ -124,7 +143,9 @@ def _traced(tensors: Mapping[str, Shard], convert: Convert) -> Conversion:
 
 
 def _part(name: str, piece: Piece) -> Part:
-    from vllm_nixl_plugin.tracing import Opaque, Source
+    import torch
+
+    from vllm_nixl_plugin.tracing import Constant, Opaque, Source
 
     root = piece.root
     if isinstance(root, Source):
@@ -132,14 +153,30 @@ def _part(name: str, piece: Piece) -> Part:
             Step(op=step.op, args=step.args, dtype=str(step.dtype).removeprefix("torch.")) for step in piece.program
         )
         return Part(root.name, piece.copy, steps)
+    if isinstance(root, Opaque) and "empty" in root.op:
+        raise InvalidRequest(f"weight {name} has elements that convert never writes: write all of what it returns")
     if isinstance(root, Opaque):
         raise InvalidRequest(
-            f"weight {name} comes from {root.op} on {_few(root.sources)}, which is no element-wise operation with "
-            "numbers: do it in the trainer and push the result"
+            f"weight {name} comes from {root.op} on {_few(root.sources)}, which does more than move, cast or scale "
+            "single elements: do it in the trainer and push the result"
+        )
+    if isinstance(root, Constant) and not isinstance(root.value, torch.Tensor):
+        raise InvalidRequest(
+            f"weight {name} has elements that convert sets to {root.value}: add a tensor with them to what is pushed"
         )
     raise InvalidRequest(
-        f"weight {name} holds values that convert made itself ({type(root).__name__.lower()}): add a tensor with "
-        "them to what is pushed"
+        f"weight {name} comes from a tensor that convert did not get but made or kept itself: add that tensor to what "
+        "is pushed, and take it from the dict that convert gets"
+    )
+
+
+def _pairs(result: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(result, Mapping):
+        return result.items()
+    if isinstance(result, Iterable):
+        return result
+    raise InvalidRequest(
+        f"convert returned {type(result).__name__}; expected a mapping of name to tensor, or (name, tensor) pairs"
     )
 
 

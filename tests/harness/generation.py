@@ -29,22 +29,25 @@ def completions(
     n_tokens: int = 16,
     logprobs: int = 5,
     *,
+    model: str = "model",
     timeout_s: float = 120,
 ) -> tuple[Completion, ...]:
-    """The greedy continuations of the prompts through /v1/completions.
+    """The greedy continuations of the prompts through /v1/completions. ``model``: the served name, or an adapter's.
 
     One request after the other: which requests share a batch would otherwise be a matter of chance, and so would the
     last bits of the logprobs.
     """
     with httpx.Client(base_url=url, timeout=timeout_s) as client:
-        return tuple(_completion(client, prompt, n_tokens, logprobs) for prompt in prompts)
+        return tuple(_completion(client, model, prompt, n_tokens, logprobs) for prompt in prompts)
 
 
-def _completion(client: httpx.Client, prompt: Sequence[int], n_tokens: int, logprobs: int) -> Completion:
+def _completion(
+    client: httpx.Client, model: str, prompt: Sequence[int], n_tokens: int, logprobs: int
+) -> Completion:
     answer = client.post(
         "/v1/completions",
         json={
-            "model": "model",
+            "model": model,
             "prompt": list(prompt),
             "max_tokens": n_tokens,
             "temperature": 0,

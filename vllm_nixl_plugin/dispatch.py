@@ -1,7 +1,7 @@
 """Dispatch modes that stand around vLLM's own code: what it touches, and where its large tensors are made.
 
-No vLLM and no other file of the plugin here. `model` and `loadtrace` watch with `Watch`, `twin` creates with
-`LargeOnMeta`.
+No vLLM and no other file of the plugin here. `model` and `loadtrace` watch with `Watch`, `selfcheck` with `Writes`;
+`twin` creates with `LargeOnMeta`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,24 @@ class Watch(TorchDispatchMode):
         if not is_view(func):
             for tensor in tensors_in([*args, *kwargs.values()]):
                 self.touched.setdefault(int(tensor.untyped_storage()._cdata), str(func))
+        return out
+
+
+class Writes(TorchDispatchMode):
+    """Notes the storages that are written while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.written: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func._schema.is_mutable:
+            for number, argument in enumerate(func._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    value = args[number] if number < len(args) else kwargs.get(argument.name)
+                    self.written |= {int(t.untyped_storage()._cdata) for t in tensors_in([value])}
         return out
 
 

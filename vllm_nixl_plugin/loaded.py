@@ -1,7 +1,8 @@
 """One model that a worker serves: its load record and its twin, and the plan for it (the stages: trace, plan).
 
-`plane` has one `LoadedModel` per model of its worker. `LoadedModel.plan` traces vLLM's loader on the twin, makes the plan
-and checks it on random data; `live_storage` gives the memory that kernels read for a destination, and proves again that it is live.
+`plane` has one `LoadedModel` per model of its worker. `LoadedModel.plan` traces vLLM's loader on the twin, makes the
+plan and checks it on random data; `live_storage` gives the memory that kernels read for a destination, and proves again
+that it is live.
 """
 
 from __future__ import annotations

@@ -37,17 +37,20 @@ class LoadTrace:
 
 
 class _Offered:
-    """The weights in the order in which a loader sees them; ``current`` is the one it took last."""
+    """The weights in the order in which a loader sees them; ``current`` is the one it took last, ``ended`` whether it
+    has taken all."""
 
     def __init__(self, tracer: Tracer, weights: Sequence[WeightSpec], without: set[str]) -> None:
         self._tracer, self._weights, self._without = tracer, weights, without
         self.current = ""
+        self.ended = False
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for w in self._weights:
             if w.name not in self._without:
                 self.current = w.name
                 yield w.name, self._tracer.source(w.name, w.shape, dtype_of(w.dtype))
+        self.ended = True
 
 
 def trace_load(twin: Twin, weights: Sequence[WeightSpec], live: set[str]) -> LoadTrace:
@@ -67,6 +70,8 @@ def trace_load(twin: Twin, weights: Sequence[WeightSpec], live: set[str]) -> Loa
             break
         except NeedsData as need:
             fresh = need.sources - needs_data
+            if not fresh and offered.current and not offered.ended:
+                fresh = frozenset({offered.current})
             if not fresh:
                 raise PlanRefused(
                     f"vLLM's loader asks for values that no weight holds ({need.op}); this model cannot be traced"

@@ -9,7 +9,7 @@ written by the manifest too, and every weight must be used, or the plan is refus
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -49,6 +49,8 @@ class Planned:
     plan: WorkerPlan
     keys: tuple[int | str, ...]
     fills: tuple[tuple[Fill, ...], ...]
+    self_check: Mapping[str, Any] = field(default_factory=dict)
+    """What `selfcheck` found, for the summary."""
 
 
 def make_plan(

@@ -8,6 +8,7 @@
     PUSH_WEIGHTS_BACKEND_PARAMS   its parameters, as name=value,name=value
     PUSH_WEIGHTS_INTERFACES       network devices it may use, comma-separated; loopback by default, "all" for any
     PUSH_WEIGHTS_NUM_THREADS      extra threads of the plug-in, 0 by default
+    PUSH_WEIGHTS_SELF_CHECK       of what the trace is compared with real loads: sample (default), full or off
 """
 
 from __future__ import annotations
@@ -29,6 +30,14 @@ class MissingToken(RuntimeError):
 def ready_after_push() -> bool:
     """Whether a server that has had no push yet counts as not ready."""
     return os.environ.get("PUSH_WEIGHTS_READY_AFTER_PUSH") == "1"
+
+
+def self_check_mode() -> str:
+    """How much of a trace is compared with real loads: ``sample``, ``full`` or ``off``. Errors: ValueError."""
+    mode = os.environ.get("PUSH_WEIGHTS_SELF_CHECK", "sample")
+    if mode not in ("sample", "full", "off"):
+        raise ValueError(f"PUSH_WEIGHTS_SELF_CHECK is {mode!r}: set it to sample, full or off")
+    return mode
 
 
 def check_startup() -> None:

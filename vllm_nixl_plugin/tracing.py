@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from vllm_nixl_plugin.layout import Copy, LayoutError, compose, contiguous_strides, subtract
 
@@ -167,6 +167,9 @@ def _between(src: torch.Tensor, dst: torch.Tensor) -> Copy:
     return Copy(tuple(dst.shape), src_offset, src_strides, src_size, dst_offset, dst_strides, dst_size)
 
 
+_POINTERS = ("data_ptr", "numpy", "tolist", "__array__", "__dlpack__")
+"""Ways around the dispatcher to the data that a traced tensor has not got."""
+
 _traced_classes: dict[tuple[type, torch.device], type] = {}
 
 
@@ -181,6 +184,13 @@ def _traced_class(base: type, device: torch.device) -> type:
         def set_data(self: Any, value: torch.Tensor) -> None:
             torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
+        def get_pointer(name: str) -> Callable[..., Any]:
+            def pointer(self: Any, *args: Any, **kwargs: Any) -> Any:
+                mode = _get_current_dispatch_mode()
+                raise NeedsData(name, mode._sources([self]) if isinstance(mode, Tracer) else frozenset())
+
+            return pointer
+
         found = type(
             f"Traced{base.__name__}",
             (base,),
@@ -193,6 +203,7 @@ def _traced_class(base: type, device: torch.device) -> type:
                 "get_device": lambda _: -1 if device.type == "cpu" else (device.index or 0),
                 "__torch_function__": torch._C._disabled_torch_function_impl,
                 "traced_base": base,
+                **{name: get_pointer(name) for name in _POINTERS},
             },
         )
         _traced_classes[base, device] = found

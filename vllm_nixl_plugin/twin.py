@@ -224,6 +224,10 @@ class Twin:
         """Storage key by the id of each tensor object that the twin had at creation."""
         return {id(kept.tensor): kept.storage for kept in self._kept}
 
+    def storages_in_use(self) -> dict[int, int]:
+        """Storage key by the id of the storage that its tensors have now."""
+        return {int(kept.tensor.untyped_storage()._cdata): kept.storage for kept in self._kept}
+
     @contextlib.contextmanager
     def in_place_of(self, stand_ins: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """While entered, the twin's parameter objects *are* the stand-ins (by path)."""

@@ -64,11 +64,12 @@ def _start(path: Path, runner: str, args: dict[str, Any]) -> Any:
     import torch._dynamo
     from vllm import LLM
 
-    from fidelity import odd
+    from fidelity import fooling, odd
     from vllm_nixl_plugin.model import install_hook
 
     install_hook()
     odd.register()
+    fooling.register()
     torch._dynamo.config.disable = args.get("enforce_eager", True)
     kind = {} if runner in ("generate", "see") else {"runner": "pooling", "convert": runner}
     defaults = {"enforce_eager": True, "dtype": "bfloat16", "max_model_len": 128, "max_num_seqs": 4, "seed": 0,

@@ -56,6 +56,9 @@ class FakePlane:
         if method in self.fail:
             raise self.fail[method]
 
+    def checkpoint(self) -> list[WeightSpec]:
+        return [*MANIFEST.weights, WeightSpec(name=f"of-{self.worker}", shape=(2, 3), dtype="bfloat16")]
+
     def describe(self) -> dict[str, Any]:
         return {"worker": self.worker, "rank": self.worker, "model": "fake", "dtype": "float32"}
 

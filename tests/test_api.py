@@ -27,6 +27,7 @@ from vllm_nixl_plugin.updates import Updates
 from vllm_nixl_plugin.wire import (
     PREFIX,
     BeginRequest,
+    Checkpoint,
     CommitRequest,
     Mode,
     ServerStatus,
@@ -161,6 +162,7 @@ def test_every_route_without_the_token_is_refused_and_nothing_happens(
 def test_the_list_of_routes_is_that_of_the_protocol() -> None:
     assert sorted((m, p.removeprefix(PREFIX)) for m, p in ROUTES) == [
         ("DELETE", "/updates/{update_id}"),
+        ("GET", "/checkpoint"),
         ("GET", "/fingerprint"),
         ("GET", "/metadata"),
         ("GET", "/plan"),
@@ -1071,6 +1073,19 @@ def test_plans_come_in_binary_or_readable_and_metadata_has_no_address(engines: F
         metadata = (await server.http.get("/metadata")).json()["workers"]
         assert [m["rank"] for m in metadata] == [0, 1, 2, 3]
         assert not re.search("address|metadata", str(metadata))
+
+    alone(test, engines)
+
+
+def test_the_weights_that_a_server_started_from_are_those_of_all_its_workers(engines: FakeEngines) -> None:
+    async def test(server: Server) -> None:
+        got = await server.http.get("/checkpoint")
+        assert got.status_code == 200, got.text
+        found = Checkpoint.model_validate_json(got.content).weights
+        assert found[0] == MANIFEST.weights[0]
+        assert [(w.name, w.shape, w.dtype) for w in found[1:]] == [
+            (f"of-{p.worker}", (2, 3), "bfloat16") for p in engines.planes
+        ]
 
     alone(test, engines)
 

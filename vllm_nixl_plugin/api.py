@@ -132,6 +132,13 @@ async def plan(request: Request, timeout_s: Annotated[float, Query(gt=0, le=86_4
     return JSONResponse({"manifest": digest, "workers": [w.model_dump() for w in workers], "plans": plans})
 
 
+@router.get("/checkpoint")
+async def checkpoint(request: Request) -> Response:
+    """The weights that the server started from: names, shapes, dtypes."""
+    found = await publish.checkpoint(_updates(request).engine)
+    return await asyncio.to_thread(_compressed, found.model_dump_json().encode(), request)
+
+
 @router.get("/fingerprint")
 async def fingerprint(
     request: Request, worker: Annotated[int | None, Query(ge=0, lt=1 << 31)] = None, paths: bool = True

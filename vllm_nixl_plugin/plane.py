@@ -32,7 +32,7 @@ from vllm_nixl_plugin.model import describe_worker, is_asleep
 from vllm_nixl_plugin.processes import is_running
 from vllm_nixl_plugin.selfcheck import summed
 from vllm_nixl_plugin.settings import WorkerSettings
-from vllm_nixl_plugin.wire import Binding, Manifest, Mode, WorkerPlan
+from vllm_nixl_plugin.wire import Binding, Manifest, Mode, WeightSpec, WorkerPlan
 
 logger = logging.getLogger("vllm.nixl_plugin")
 
@@ -163,6 +163,10 @@ class WorkerPlane:
         """
         with self._lock:
             return self.installer.install(self._of(plan), mode)
+
+    def checkpoint(self) -> list[WeightSpec]:
+        """Weights of the checkpoint that vLLM loaded the model from, in its order; none where there was none."""
+        return self.target.record.checkpoint
 
     def fingerprint(self) -> Iterator[list[tuple[str, str]]]:
         """Path and checksum of everything that the engine can read, in slices of a fraction of a second each.

@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm_nixl_plugin import errors
 from vllm_nixl_plugin.engine import Engine
-from vllm_nixl_plugin.wire import Fingerprint, PlannedWorker, WorkerFingerprint
+from vllm_nixl_plugin.wire import Checkpoint, Fingerprint, PlannedWorker, WeightSpec, WorkerFingerprint
 
 FIRST_POLL_S = 0.005
 SLOWEST_POLL_S = 0.2
@@ -104,6 +104,15 @@ async def fingerprint(engine: Engine, worker: int | None, *, paths: bool) -> Fin
     workers = tuple(done[w] for w in sorted(done))
     digest = hashlib.sha256("".join(w.digest for w in workers).encode()).hexdigest()
     return Fingerprint(weight_version=workers[0].weight_version, digest=digest, workers=workers)
+
+
+async def checkpoint(engine: Engine) -> Checkpoint:
+    """The weights that the server started from. Ranks that load some experts or layers only know theirs."""
+    weights: dict[str, WeightSpec] = {}
+    for answer in await engine.call_all("checkpoint"):
+        for name, shape, dtype in answer["result"]:
+            weights.setdefault(name, WeightSpec(name=name, shape=tuple(shape), dtype=dtype))
+    return Checkpoint(weights=tuple(weights.values()))
 
 
 async def metadata(engine: Engine) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 from vllm_nixl_plugin import errors
 from vllm_nixl_plugin.plan_cache import CachedPlan, PlanCache
 from vllm_nixl_plugin.readings import Readings
-from vllm_nixl_plugin.wire import Binding, Landed, Manifest, Mode, WorkerPlan, decode_landed
+from vllm_nixl_plugin.wire import Binding, Landed, Manifest, Mode, WeightSpec, WorkerPlan, decode_landed
 
 logger = logging.getLogger("vllm.nixl_plugin")
 
@@ -75,6 +75,9 @@ class Plane(Protocol):
 
     def summary(self, plan: WorkerPlan) -> dict[str, Any]:
         """The plan for people."""
+
+    def checkpoint(self) -> Sequence[WeightSpec]:
+        """Weights of the checkpoint that vLLM loaded the model from, in its order; none where there was none."""
 
     def fingerprint(self) -> Iterator[list[tuple[str, str]]]:
         """Path and checksum of everything that the engine can read, in slices of a fraction of a second each.
@@ -424,6 +427,10 @@ class WorkerSession:
             update.drained |= drained
             torn |= update.mode == "in_place" and not untouched
         return self._close(outcome, torn=torn, error=error, timings=timings)
+
+    def checkpoint(self) -> list[list[Any]]:
+        """Name, shape and dtype of each weight that the server started from."""
+        return [[weight.name, list(weight.shape), weight.dtype] for weight in self.plane.checkpoint()]
 
     def fingerprint(self, ticket: str, start: bool, paths: bool) -> dict[str, Any]:
         """The next slice of the fingerprint that ``ticket`` names; see `Readings.read`. Not while weights change.

@@ -262,6 +262,12 @@ class WorkerFingerprint(Record):
     paths: dict[str, str] | None = None
 
 
+class Checkpoint(Record):
+    """The weights of the checkpoint that a server started from, as its loader saw them; empty where it had none."""
+
+    weights: tuple[WeightSpec, ...]
+
+
 class Fingerprint(Record):
     """What the workers that were asked can read. ``digest``: of their digests, in order."""
 

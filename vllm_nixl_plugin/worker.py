@@ -20,7 +20,7 @@ logger = logging.getLogger("vllm.nixl_plugin")
 CHANNEL_ACTIONS = frozenset({"status", "renew", "heartbeat", "grant", "claim", "record_step", "hold"})
 JUDGE_ONLY = CHANNEL_ACTIONS - {"status"} | {"channel"}
 ACTIONS = CHANNEL_ACTIONS | JUDGE_ONLY | {
-    "describe", "fingerprint", "plan_start", "plan_poll", "plan_read", "plan_summary",
+    "checkpoint", "describe", "fingerprint", "plan_start", "plan_poll", "plan_read", "plan_summary",
     "begin", "mark_torn", "take_over", "prepare", "install", "finish", "abort",
 }  # fmt: skip
 

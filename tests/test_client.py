@@ -76,7 +76,7 @@ def test_new_tensors_of_the_same_shapes_are_followed_to_their_new_addresses(clie
 def test_an_iterable_is_pushed_and_let_go_of(client, server) -> None:
     client.push_weights(iter(model(3).items()))
     server.expect(model(3))
-    assert client._offered is None
+    assert client._memory is None
     client.push_weights(iter(model(4).items()))
     server.expect(model(4))
 
@@ -353,7 +353,10 @@ def test_an_update_of_somebody_else_is_left_alone(server, servers) -> None:
 
 
 def test_the_public_names_are_these() -> None:
-    assert trainer_client.__all__ == ["PushFailed", "PushReport", "PushWeightsError", "ServerReport", "WeightClient"]
+    assert trainer_client.__all__ == [
+        "LocalShard", "PushFailed", "PushReport", "PushWeightsError", "RankGroup", "RankLost", "ServerReport",
+        "WeightClient",
+    ]  # fmt: skip
     assert all(getattr(trainer_client, name).__name__ == name for name in trainer_client.__all__)
     with pytest.raises(AttributeError):
         trainer_client.nothing  # noqa: B018

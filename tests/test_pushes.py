@@ -145,11 +145,11 @@ TRAINER = """
     from trainer_client.control import Control
     from trainer_client.conversion import convert_shards
     from trainer_client.sources import collect
-    from vllm_nixl_plugin.wire import BeginRequest, Manifest
+    from vllm_nixl_plugin.wire import BeginRequest, Manifest, decode_plans
     url, token, path = sys.argv[1:]
     conversion = convert_shards(collect(load_file(path)).shards, None)
     control = Control(url, token=token)
-    workers, plans = control.plan(Manifest(weights=conversion.weights), 60)
+    workers, _ = decode_plans(control.plan(Manifest(weights=conversion.weights), 60))
     control.begin(BeginRequest(plans=tuple(w.plan for w in workers), version="dead", lease_s=2, holder="dead"), 2)
     print("begun", flush=True)
     time.sleep(60)

@@ -1,23 +1,29 @@
 """The client: `WeightClient.push_weights` is the path of a push from the trainer's side, in order.
 
-    sources -> conversion -> manifest -> for every server at once: plan -> route -> begin -> transfer -> commit
-    -> report
+    sources -> all ranks meet -> conversion -> manifest -> for every server at once: plan -> route -> begin -> transfer
+    -> commit -> report
 
 It belongs to one training process and outlives its pushes: plans, routes, registered memory and prepared writes are
-kept while model and servers stay as they are, so that from the second push on only bytes move. Each stage is described
-in the module of its name; `delivery` has those that happen once per server, and `link` keeps what they prepare.
+kept while model and servers stay as they are, so that from the second push on only bytes move. In a trainer of several
+ranks each has a client and calls it as often as the others; rank 0 speaks with the servers, and all return the same.
+Each stage is described in the module of its name; `exchange` has what the ranks say to each other, `directory` who
+sends what, `delivery` (rank 0) and `team` (the others) what happens once per server, and `link` keeps what that
+prepares.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import os
 import socket
 import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial as bind
 from types import TracebackType
@@ -25,22 +31,30 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from trainer_client.batching import ALIGNMENT
 from trainer_client.control import Control
-from trainer_client.conversion import Conversion, Convert, checkpoint_converter, convert_shards
-from trainer_client.delivery import Options, deliver, gather
-from trainer_client.link import Link, Offering
+from trainer_client.conversion import Convert, checkpoint_converter, convert_shards
+from trainer_client.delivery import Options, Server, deliver, gather
+from trainer_client.directory import agree_on_tensors, pack_tensors, share_boxes, tensors_of
+from trainer_client.exchange import Exchange
+from trainer_client.group import RankGroup
+from trainer_client.link import Link, Offering, Stock
 from trainer_client.progress import Progress
 from trainer_client.registration import SourceMemory
 from trainer_client.report import PushReport
 from trainer_client.sources import Sources, collect, unwrap
+from trainer_client.team import Team, follow
 from trainer_client.transfer import synchronize
 from vllm_nixl_plugin.agent import NixlAgent
 from vllm_nixl_plugin.errors import InvalidRequest, PushFailed, PushWeightsError
 from vllm_nixl_plugin.fabric import Fabric
+from vllm_nixl_plugin.processes import this_process
 from vllm_nixl_plugin.wire import KvCachePolicy, Mode, PauseMode, ServerStatus
 
 if TYPE_CHECKING:
     import httpx
-    from torch import Tensor, nn
+    from torch import nn
+    from torch.distributed import ProcessGroup
+
+    from trainer_client.sources import Value
 
 Require = Literal["all"] | int
 
@@ -49,23 +63,49 @@ DIRECT_RUN_BYTES = 16 << 10
 
 
 @dataclass(frozen=True)
-class _Offered:
-    """What was last offered, and from which memory.
+class Request:
+    """One call of `WeightClient.push_weights` on this rank: what is wanted, and what this rank has.
 
-    ``key`` says what conversion and routes depend on besides shards.
+    ``options`` have to be the same on all ranks. ``key`` says what conversion and routes depend on. ``error``: why the
+    call cannot be done; the others learn it when they meet. ``keep``: the tensors live on when the push is over.
     """
 
+    options: Mapping[str, Any]
+    sources: Sources
+    convert: Convert | None = None
+    key: tuple[Any, ...] = ()
+    keep: bool = False
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class _Offered:
+    """What was last offered. ``layout``: number of the push in which all ranks settled it; ``tensors``: see there."""
+
     key: tuple[Any, ...]
-    conversion: Conversion
+    layout: int
+    tensors: bytes
     offering: Offering
-    memory: SourceMemory
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """What all ranks know once they have met.
+
+    ``holders``: see `agree_on_tensors`; None when the layout of no rank has changed. ``writers``: known to rank 0.
+    """
+
+    version: str
+    servers: tuple[str, ...]
+    holders: Mapping[str, int] | None
+    writers: tuple[str, ...] = ()
 
 
 class WeightClient:
     """Pushes the weights of a trainer to vLLM servers that run vllm-nixl-plugin.
 
     Args:
-        servers: a sequence of their base URLs, ``http://host:port``.
+        servers: a sequence of their base URLs, ``http://host:port``. Those of rank 0 count.
         token: their PUSH_WEIGHTS_TOKEN; default: this process's environment variable of that name.
         timeout_s: how long one push may take on each server, from plan to the end of the install.
         lease_s: how long a server keeps an update open for a trainer that fell silent; renewed while the push runs.
@@ -75,6 +115,9 @@ class WeightClient:
         direct_run_bytes: contiguous runs from this length on are written straight from parameter memory.
         progress: show a bar; default: when standard error is a terminal.
         require: how many servers must take the push, else `PushFailed` is raised: ``"all"`` or a number.
+        group: the ranks that push together: a ``ProcessGroup`` or a `RankGroup`; default: all of ``torch.distributed``
+            where that is initialised, else this process alone.
+        rank_timeout_s: how long a rank may give no sign of life during a push before it counts as lost.
         fabric: makes the agent of a name; for tests without NIXL.
         transport: carries the HTTP requests; for tests without servers.
     """
@@ -92,6 +135,8 @@ class WeightClient:
         direct_run_bytes: int = DIRECT_RUN_BYTES,
         progress: bool | None = None,
         require: Require = "all",
+        group: RankGroup | ProcessGroup | None = None,
+        rank_timeout_s: float = 30.0,
         fabric: Callable[[str], Fabric] | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
@@ -100,13 +145,16 @@ class WeightClient:
             raise InvalidRequest(f"servers is {urls}; expected the URL of each server once")
         if require != "all" and not (1 <= require <= len(urls)):
             raise InvalidRequest(f"require is {require!r}; expected 'all' or a number from 1 to {len(urls)}")
-        least = {"timeout_s": timeout_s, "lease_s": lease_s, "direct_run_bytes": direct_run_bytes}
+        least = {
+            "timeout_s": timeout_s, "lease_s": lease_s, "direct_run_bytes": direct_run_bytes,
+            "rank_timeout_s": rank_timeout_s,
+        }  # fmt: skip
         for name, number in least.items():
             if number <= 0:
                 raise InvalidRequest(f"{name} is {number}; expected a positive number")
         if send_buffer_bytes < ALIGNMENT:
             raise InvalidRequest(f"send_buffer_bytes is {send_buffer_bytes}; expected at least {ALIGNMENT}")
-        self._timeout_s, self._lease_s = timeout_s, lease_s
+        self._timeout_s, self._lease_s, self._rank_timeout_s = timeout_s, lease_s, rank_timeout_s
         self._required = len(urls) if require == "all" else require
         self._show_progress = progress
         self._limits = {"direct_run_bytes": direct_run_bytes, "buffer_bytes": send_buffer_bytes}
@@ -114,11 +162,15 @@ class WeightClient:
             NixlAgent, backend=backend, interfaces=None if interfaces is None else tuple(interfaces)
         )
         token = token if token is not None else os.environ.get("PUSH_WEIGHTS_TOKEN", "").strip() or None
-        self._links = [Link(Control(url, token=token, transport=transport)) for url in urls]
+        controls = [Control(url, token=token, transport=transport) for url in urls]
+        self._links = {control.server: Link(control.server) for control in controls}
+        self._servers = [Server(control, self._links[control.server]) for control in controls]
         self._identity = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._agents = itertools.count()
         self._fabric: Fabric | None = None
+        self._given_group, self._group = group, group if isinstance(group, RankGroup) else None
         self._offered: _Offered | None = None
+        self._memory: SourceMemory | None = None
         self._number: int | None = None
         self._busy = threading.Lock()
         self._closed = False
@@ -133,7 +185,7 @@ class WeightClient:
 
     def push_weights(
         self,
-        model: nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        model: nn.Module | Mapping[str, Value] | Iterable[tuple[str, Value]],
         *,
         version: str | None = None,
         mode: Mode = "shadow",
@@ -143,6 +195,9 @@ class WeightClient:
         convert: Convert | None = None,
     ) -> PushReport:
         """Bring all servers to the present weights of ``model``, and return who has them now.
+
+        In a trainer of several ranks, all of them call it, with what each has of the model and the same options; no
+        rank gathers anything, and all return the same report or raise the same error.
 
         Args:
             model: a module (for transformers models: what ``save_pretrained`` would save), a state dict, or pairs of
@@ -154,74 +209,173 @@ class WeightClient:
             kv_cache: ``recompute`` what running requests have cached, or ``keep`` it although the weights changed.
             pause: what happens to running requests at the install: ``keep`` them, ``wait`` for them, ``abort`` them.
             partial: weights that are not pushed keep their present values; else they are an error.
-            convert: from a dict of the model's tensors to named checkpoint tensors; runs once, without data. Default:
-                the model's own way back to its checkpoint for transformers models, nothing for others.
+            convert: from a dict of the model's tensors to named checkpoint tensors; runs once, without data, on the
+                tensors of all ranks with their global shapes. Default: the model's own way back to its checkpoint for
+                transformers models, nothing for others.
 
-        Errors: PushFailed with the report, when fewer servers than required took the push; InvalidRequest.
+        Errors: PushFailed with the report, when fewer servers than required took the push; InvalidRequest; RankLost.
         """
-        if not self._busy.acquire(blocking=False):
-            raise InvalidRequest("another push of this client is running: wait for it, or make a client per thread")
-        begin, cancel = time.monotonic(), threading.Event()
-        try:
-            if self._closed:
-                raise InvalidRequest("the client is closed: make a new one")
-            sources = collect(model)
-            offered = self._offer(model, sources, convert, partial)
-            options = self._options(version, mode, kv_cache, pause)
-            for device in {storage.device for storage in sources.storages}:
-                synchronize(device)
-            with Progress(tuple(link.control.server for link in self._links), enabled=self._show_progress) as progress:
-                deliveries = [
-                    bind(deliver, link, offered.offering, offered.memory, self._agent(), options, progress, cancel)
-                    for link in self._links
-                ]
-                servers = gather(deliveries, cancel)
-            nbytes, seconds = sum(server.nbytes for server in servers), time.monotonic() - begin
-            report = PushReport(options.version, mode, tuple(servers), nbytes, seconds)
-        finally:
-            self._settle(keep=hasattr(model, "keys") or hasattr(model, "state_dict"))
-            self._busy.release()
-        return self._judged(report)
+        with self._one_at_a_time():
+            request = self._request(
+                model, convert, version=version, mode=mode, kv_cache=kv_cache, pause=pause, partial=partial
+            )
+            return self._push(request, self._progress(), threading.Event())
 
     def status(self) -> dict[str, ServerStatus | PushWeightsError]:
         """How every server stands, or why it does not say so."""
-        return {link.control.server: _status(link.control) for link in self._links}
+        return {server.control.server: _status(server.control) for server in self._servers}
 
     def close(self) -> None:
         """Release all memory and connections. Doing it twice is fine."""
         self._closed = True
         self._drop_fabric()
-        for link in self._links:
-            link.control.close()
+        for server in self._servers:
+            server.control.close()
 
-    def _offer(self, model: Any, sources: Sources, convert: Convert | None, partial: bool) -> _Offered:
-        """Conversion and offering for these sources: those of the last push where nothing has changed."""
+    @contextmanager
+    def _one_at_a_time(self) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise InvalidRequest("another push of this client is running: wait for it, or make a client per thread")
+        try:
+            if self._closed:
+                raise InvalidRequest("the client is closed: make a new one")
+            yield
+        finally:
+            self._busy.release()
+
+    def _request(self, model: Any, convert: Convert | None, *, partial: bool, **options: Any) -> Request:
+        """What this rank is called with. An error is kept for when the ranks meet, so that it is that of all."""
         from torch import nn
 
-        own = None if convert is not None or not isinstance(model, nn.Module) else weakref.ref(unwrap(model))
-        key = (sources.geometry(), partial, convert, own)
-        last = self._offered
-        if last is not None and last.key == key:
-            if last.memory.sources.places() == sources.places():
-                return last
-            conversion, offering = last.conversion, last.offering
-        else:
-            conversion = convert_shards(sources.shards, convert or checkpoint_converter(model))
-            offering = Offering(sources, conversion, partial=partial, **self._limits)
-        self._release()
-        self._offered = _Offered(key, conversion, offering, SourceMemory(self._agent(), sources))
-        return self._offered
+        wanted = options | {"partial": partial, "convert": convert is not None}
+        try:
+            _check_options(options)
+            sources = collect(model)
+            own = None if convert is not None or not isinstance(model, nn.Module) else weakref.ref(unwrap(model))
+            key = (sources.geometry(), partial, convert, own)
+            for device in {storage.device for storage in sources.storages}:
+                synchronize(device)
+            convert = convert or checkpoint_converter(model)
+        except Exception as error:  # noqa: BLE001 - raised again in the push
+            return Request(wanted, Sources((), (), ()), error=error)
+        keep = hasattr(model, "keys") or hasattr(model, "state_dict")
+        return Request(wanted, sources, convert, key, keep)
 
-    def _options(self, version: str | None, mode: Mode, kv_cache: KvCachePolicy, pause: PauseMode) -> Options:
-        given = (("mode", mode, Mode), ("kv_cache", kv_cache, KvCachePolicy), ("pause", pause, PauseMode))
-        for name, value, kind in given:
-            if value not in get_args(kind):
-                raise InvalidRequest(f"{name} is {value!r}; expected one of {', '.join(get_args(kind))}")
-        if version is not None and not 0 < len(version) <= 256:
-            raise InvalidRequest(f"version is {version!r}; expected a string of 1 to 256 characters")
-        return Options(
-            version or self._next_version(), mode, kv_cache, pause, self._lease_s, self._timeout_s, self._identity
-        )
+    def _push(self, request: Request, progress: Progress, cancel: threading.Event) -> PushReport:
+        """The push itself, from the meeting of the ranks on; may run in a thread of its own."""
+        begin = time.monotonic()
+        try:
+            with Exchange(self._ranks(), timeout_s=self._timeout_s, rank_timeout_s=self._rank_timeout_s) as exchange:
+                meeting = self._meet(exchange, request)
+                stock = self._stock(exchange, request, meeting)
+                if exchange.is_leader:
+                    with progress:
+                        report, error = self._lead(exchange, request, meeting, stock, progress, cancel, begin)
+                else:
+                    report, error = self._follow(exchange, meeting, stock, cancel)
+        finally:
+            self._settle(keep=request.keep)
+        if error is not None:
+            raise error
+        return report
+
+    def _meet(self, exchange: Exchange, request: Request) -> _Meeting:
+        """Wait for all ranks, and find out whether they want the same and what has changed since the last push."""
+        if request.error is not None:
+            raise request.error
+        last = self._offered if self._offered is not None and self._offered.key == request.key else None
+        tensors = pack_tensors(tensors_of(request.sources.shards)) if last is None else last.tensors
+        exchange.post("hello", {
+            "options": dict(request.options), "layout": None if last is None else last.layout,
+            "tensors": hashlib.sha256(tensors).hexdigest(), "process": this_process(),
+        })  # fmt: skip
+        if not exchange.is_leader:
+            said = exchange.hear()
+            exchange.begun()
+            return _Meeting(said["version"], tuple(said["servers"]), said["holders"])
+        hellos = [json.loads(data) for data in exchange.gather("hello")]
+        exchange.begun()
+        _refuse_differences([hello["options"] for hello in hellos])
+        layouts = {hello["layout"] for hello in hellos}
+        holders: dict[str, int] = {}
+        for rank, hello in enumerate(hellos):
+            holders.setdefault(hello["tensors"], rank)
+        meeting = _Meeting(
+            request.options["version"] or self._next_version(), tuple(self._links),
+            holders if len(layouts) > 1 or None in layouts else None, tuple(hello["process"] for hello in hellos),
+        )  # fmt: skip
+        exchange.say({"version": meeting.version, "servers": meeting.servers, "holders": meeting.holders})
+        return meeting
+
+    def _stock(self, exchange: Exchange, request: Request, meeting: _Meeting) -> Stock:
+        """What this rank sends from: that of the last push where nothing has changed."""
+        sources, offered = request.sources, self._offered
+        if offered is None or meeting.holders is not None:
+            self._release()
+            self._offered = None
+            offered = self._offered = self._offer(exchange, request, meeting)
+        if self._memory is None or self._memory.sources.places() != sources.places():
+            self._release()
+            self._memory = SourceMemory(self._agent(), sources)
+        return Stock(offered.offering, self._memory, self._agent())
+
+    def _offer(self, exchange: Exchange, request: Request, meeting: _Meeting) -> _Offered:
+        """Settle with all ranks what is offered and who sends what."""
+        sources = request.sources
+        packed = pack_tensors(tensors_of(sources.shards))
+        tensors = agree_on_tensors(exchange, meeting.holders or {}, packed)
+        shards = share_boxes(exchange, tensors, sources.shards)
+        conversion = convert_shards(tensors, request.convert)
+        devices = [storage.device for storage in sources.storages]
+        partial = bool(request.options["partial"])
+        offering = Offering(shards, devices, conversion, partial=partial, **self._limits)
+        if exchange.is_leader:
+            exchange.say({"offers": offering.digest})
+        elif exchange.hear()["offers"] != offering.digest:
+            raise InvalidRequest(
+                f"rank {exchange.rank} makes other checkpoint weights of the trainer's tensors than rank 0: give all "
+                "ranks the same kind of model and the same convert", ranks=[0, exchange.rank],
+            )  # fmt: skip
+        return _Offered(request.key, exchange.number, packed, offering)
+
+    def _lead(
+        self,
+        exchange: Exchange,
+        request: Request,
+        meeting: _Meeting,
+        stock: Stock,
+        progress: Progress,
+        cancel: threading.Event,
+        begin: float,
+    ) -> tuple[PushReport, PushFailed | None]:
+        """Rank 0: run the push to every server, and tell all ranks how it ended."""
+        wanted = request.options
+        options = Options(
+            meeting.version, wanted["mode"], wanted["kv_cache"], wanted["pause"], self._lease_s, self._timeout_s,
+            self._identity, meeting.writers,
+        )  # fmt: skip
+        deliveries = [
+            bind(deliver, server, exchange.group, Team(exchange, number), stock, options, progress, cancel)
+            for number, server in enumerate(self._servers)
+        ]
+        servers = gather(deliveries, cancel)
+        exchange.check()
+        nbytes, seconds = sum(server.nbytes for server in servers), time.monotonic() - begin
+        report = PushReport(options.version, options.mode, tuple(servers), nbytes, seconds)
+        error = self._judged(report)
+        exchange.say({"end": report.to_dict()} | (error.to_wire() if error else {}))
+        return report, error
+
+    def _follow(
+        self, exchange: Exchange, meeting: _Meeting, stock: Stock, cancel: threading.Event
+    ) -> tuple[PushReport, PushFailed | None]:
+        """Every other rank: do as rank 0 says, until it says how the push ended."""
+        links = [self._links.setdefault(server, Link(server)) for server in meeting.servers]
+        said = follow(exchange, links, stock, cancel.is_set)
+        report = PushReport.from_dict(said["end"])
+        if "error" not in said:
+            return report, None
+        return report, PushFailed(said["error"]["message"], report=report, **said["error"]["details"])
 
     def _next_version(self) -> str:
         if self._number is None:
@@ -230,14 +384,22 @@ class WeightClient:
         self._number += 1
         return str(self._number)
 
-    def _judged(self, report: PushReport) -> PushReport:
+    def _judged(self, report: PushReport) -> PushFailed | None:
         if len(report.succeeded) >= self._required:
-            return report
+            return None
         failed = [f"{s.server}: {s.error_code}: {s.error}" for s in report.servers if not s.ok]
-        raise PushFailed(
+        return PushFailed(
             f"{len(report.succeeded)} of {len(report.servers)} servers have version {report.version}, required are "
             f"{self._required}. {'; '.join(failed)}", report=report, **report.to_dict(),
         )  # fmt: skip
+
+    def _ranks(self) -> RankGroup:
+        if self._group is None:
+            self._group = RankGroup.find(self._given_group)
+        return self._group
+
+    def _progress(self) -> Progress:
+        return Progress(tuple(self._links), enabled=self._show_progress if self._ranks().rank == 0 else False)
 
     def _agent(self) -> Fabric:
         """The agent of this process; a new one after `_drop_fabric`."""
@@ -247,25 +409,47 @@ class WeightClient:
 
     def _settle(self, *, keep: bool) -> None:
         """After a push nothing moves any more. ``keep``: its tensors live on, so what was prepared on them is kept."""
-        if any(link.in_flight for link in self._links):
+        if any(link.in_flight for link in self._links.values()):
             self._drop_fabric()
         elif not keep:
             self._release()
 
     def _release(self) -> None:
-        for link in self._links:
+        """Let go of the memory of the last push."""
+        for link in self._links.values():
             link.release()
-        if self._offered is not None:
-            self._offered.memory.release()
-            self._offered = None
+        if self._memory is not None:
+            self._memory.release()
+            self._memory = None
 
     def _drop_fabric(self) -> None:
         """Destroy the agent: the only way to stop writes that are under way."""
         if self._fabric is not None:
             self._fabric.close()
-        self._fabric, self._offered = None, None
-        for link in self._links:
+        self._fabric, self._memory = None, None
+        for link in self._links.values():
             link.forget()
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    for name, kind in (("mode", Mode), ("kv_cache", KvCachePolicy), ("pause", PauseMode)):
+        if options[name] not in get_args(kind):
+            raise InvalidRequest(f"{name} is {options[name]!r}; expected one of {', '.join(get_args(kind))}")
+    version = options["version"]
+    if version is not None and not 0 < len(version) <= 256:
+        raise InvalidRequest(f"version is {version!r}; expected a string of 1 to 256 characters")
+
+
+def _refuse_differences(options: Sequence[Mapping[str, Any]]) -> None:
+    """Errors: InvalidRequest when a rank wants something else than rank 0."""
+    first = options[0]
+    for rank, other in enumerate(options):
+        for name in first:
+            if other[name] != first[name]:
+                raise InvalidRequest(
+                    f"rank {rank} calls push_weights with {name}={other[name]!r}, rank 0 with {name}={first[name]!r}: "
+                    "give all ranks the same", ranks=[0, rank],
+                )  # fmt: skip
 
 
 def _status(control: Control) -> ServerStatus | PushWeightsError:

@@ -32,13 +32,10 @@ from vllm_nixl_plugin.wire import (
     KvCachePolicy,
     Manifest,
     PauseMode,
-    PlannedWorker,
     Record,
     ServerStatus,
     UpdateOpened,
     UpdateStatus,
-    WorkerPlan,
-    decode_plans,
 )
 
 CONNECT_S = 10.0
@@ -90,8 +87,8 @@ class Control:
         """How the server stands."""
         return self._record(ServerStatus, self._request("GET", "/status"))
 
-    def plan(self, manifest: Manifest, timeout_s: float) -> tuple[tuple[PlannedWorker, ...], dict[str, WorkerPlan]]:
-        """The plan of every worker, by digest. Errors: PlanRefused."""
+    def plan(self, manifest: Manifest, timeout_s: float) -> bytes:
+        """The plan of every worker, as `wire.decode_plans` reads them. Errors: PlanRefused."""
         answer = self._request(
             "POST", "/plan", body=manifest.model_dump_json(), params={"timeout_s": timeout_s}, wait_s=timeout_s,
             headers={"Accept": "application/octet-stream"},
@@ -100,7 +97,7 @@ class Control:
             raise InvalidRequest(
                 f"{self.server}: plans of {len(answer.content)} bytes are over the cap of {MAX_BODY_BYTES}"
             )
-        return decode_plans(answer.content)
+        return answer.content
 
     def begin(self, request: BeginRequest, timeout_s: float) -> UpdateOpened:
         """Open an update. Errors: LeaseHeld, UnknownPlan, EngineTorn, InsufficientMemory."""

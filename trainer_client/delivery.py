@@ -1,28 +1,34 @@
-"""One push to one server, from its plan to its new weights; `WeightClient` runs one for each server, in parallel.
+"""One push to one server, from its plan to its new weights; rank 0 runs one for each server, in parallel.
 
     plan -> route -> begin -> transfer (pack and WRITE) -> commit -> wait for the install
 
 `deliver` does this in order and always returns a `ServerReport`, never raises: one server's failure is not the others'.
-What it prepares (plans, bindings, writes) its `Link` keeps for the next push for as long as nothing changes.
+At ``route`` and ``transfer`` all ranks of the trainer work, by the orders that its `Team` gives them. What a push
+prepares (plans, bindings, writes) is kept for the next one for as long as nothing changes.
 
 Until the commit, a failure aborts the update, and the old weights serve on (mode ``shadow``). The abort says
-``drained`` only when every handle is done; if some are not, the server fences itself off, and `WeightClient` closes the
-agent before ``push_weights`` returns (rules R1 and R2). After the commit the server finishes by itself.
+``drained`` only when every handle of every rank is done; if some are not, the server fences itself off, and
+`WeightClient` closes the agent before ``push_weights`` returns (rules R1 and R2). After the commit the server finishes
+by itself.
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from trainer_client.control import Control
-from trainer_client.link import Link, Offering, Plans
+from trainer_client.group import RankGroup
+from trainer_client.link import Link, Offering, Plans, Stock, Target, refuse_unused
 from trainer_client.progress import Progress
-from trainer_client.registration import SourceMemory
-from trainer_client.report import SERVER_STAGES, ServerReport
+from trainer_client.report import SERVER_STAGES, RankReport, ServerReport
+from trainer_client.team import DRAIN_S, Team, pack_bindings
 from trainer_client.transfer import Transfer
 from vllm_nixl_plugin.errors import (
     DeadlineExceeded,
@@ -33,8 +39,6 @@ from vllm_nixl_plugin.errors import (
     UnknownPlan,
     from_wire,
 )
-from vllm_nixl_plugin.fabric import Fabric
-from vllm_nixl_plugin.processes import this_process
 from vllm_nixl_plugin.wire import (
     BeginRequest,
     CommitRequest,
@@ -46,14 +50,13 @@ from vllm_nixl_plugin.wire import (
 )
 
 POLL_S = 5.0
-DRAIN_S = 30.0
 GRACE_S = 5.0
 """How much longer than its own limit a commit may take to say so."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a push wants of every server; see `WeightClient.push_weights`."""
+    """What a push wants of every server; see `WeightClient.push_weights`. ``writers``: the processes of all ranks."""
 
     version: str
     mode: Mode
@@ -62,26 +65,46 @@ class Options:
     lease_s: float
     timeout_s: float
     holder: str
+    writers: tuple[str, ...]
+
+
+@dataclass
+class Server:
+    """A server as rank 0 knows it.
+
+    ``planned``: the digest of a manifest and of the plans for it; ``routed``: the offering and plans for which all
+    ranks have worked out their routes; ``told``: bindings that all ranks can fetch, and the digest to fetch them by.
+    """
+
+    control: Control
+    link: Link
+    planned: tuple[str, str] | None = None
+    routed: tuple[Offering, str] | None = None
+    told: tuple[tuple[Target, ...], str] | None = None
+
+    def forget_plans(self) -> None:
+        """The server does not know them any more."""
+        self.planned = self.routed = None
 
 
 def deliver(
-    link: Link,
-    offering: Offering,
-    memory: SourceMemory,
-    fabric: Fabric,
+    server: Server,
+    group: RankGroup,
+    team: Team,
+    stock: Stock,
     options: Options,
     progress: Progress,
     cancel: threading.Event,
 ) -> ServerReport:
     """Bring the server to the offered weights. Plans again, once, when the server has restarted."""
-    push = _Push(link, offering, memory, fabric, options, progress, cancel)
+    push = _Push(server, group, team, stock, options, progress, cancel)
     begin = time.monotonic()
     error: PushWeightsError | None = None
     try:
         try:
             push.run()
         except (IncarnationChanged, UnknownPlan):
-            link.forget_plans()
+            server.forget_plans()
             push.run()
     except PushWeightsError as failure:
         error = failure
@@ -89,52 +112,90 @@ def deliver(
         error = PushWeightsError(f"unexpected {type(failure).__name__}: {failure}")
         error.__cause__ = failure
     push.seconds["total"] = time.monotonic() - begin
-    progress.stage(link.control.server, "failed" if error else "done")
+    progress.stage(server.control.server, "failed" if error else "done")
     return ServerReport(
-        server=link.control.server, version=options.version if error is None else _served(link.control, error),
-        nbytes=push.nbytes, packed_nbytes=push.packed_nbytes, seconds=dict(push.seconds),
+        server=server.control.server, version=options.version if error is None else _served(server.control, error),
+        nbytes=sum(rank.nbytes for rank in push.ranks), packed_nbytes=sum(rank.packed_nbytes for rank in push.ranks),
+        seconds=dict(push.seconds), ranks=push.ranks,
         error=None if error is None else error.message, error_code=None if error is None else error.code,
     )  # fmt: skip
 
 
 class _Push:
-    """One push over one link: the stages in order, their seconds, and the ways out."""
+    """One push to one server: the stages in order, their seconds, and the ways out."""
 
     def __init__(
         self,
-        link: Link,
-        offering: Offering,
-        memory: SourceMemory,
-        fabric: Fabric,
+        server: Server,
+        group: RankGroup,
+        team: Team,
+        stock: Stock,
         options: Options,
         progress: Progress,
         cancel: threading.Event,
     ) -> None:
-        self._link, self._offering, self._memory, self._fabric = link, offering, memory, fabric
+        self._server, self._group, self._team, self._stock = server, group, team, stock
         self._options, self._progress, self._cancel = options, progress, cancel
-        self._control = link.control
+        self._control, self._link = server.control, server.link
         self._deadline = time.monotonic() + options.timeout_s
         self._lost: PushWeightsError | None = None
         self.seconds: dict[str, float] = {}
-        self.nbytes = self.packed_nbytes = 0
+        self.ranks: tuple[RankReport, ...] = ()
 
     def run(self) -> None:
-        """All stages. Errors: those of the server and of the fabric."""
+        """All stages. Errors: those of the server, of the fabric, and of other ranks."""
         self._lost = None
         with self._stage("plan"):
-            plans = self._link.plans(self._offering, self._left())
+            digest, plans = self._plan()
         with self._stage("route"):
-            routes = [self._offering.route(worker.plan, plans.plans[worker.plan]) for worker in plans.workers]
+            self._route(digest, plans)
         with self._stage("begin"):
             opened = self._begin(plans)
         with self._aborting(opened), self._renewing(opened):
             with self._stage("begin"):
-                transfer = self._link.transfer(self._offering, self._memory, self._fabric, plans, opened)
-            self._send(opened, transfer, sum(route.nbytes for route in routes))
+                transfer = self._share_out(digest, plans, opened)
+            self._send(opened, transfer)
             self._check()
             commit = CommitRequest(kv_cache=self._options.kv_cache, pause=self._options.pause, timeout_s=self._left())
             status = self._control.commit(opened.update_id, commit)
         self._finish(status)
+
+    def _plan(self) -> tuple[str, Plans]:
+        """The plans for the offered manifest, asked for when they are not known, and their digest."""
+        server, offering = self._server, self._stock.offering
+        data = b""
+        if server.planned is None or server.planned[0] != offering.digest:
+            data = self._control.plan(offering.manifest, self._left())
+            digest = hashlib.sha256(data).hexdigest()
+            if self._group.size > 1:
+                digest = self._group.keep(f"{self._control.server} plans", zlib.compress(data, 1))
+            plans = self._link.plans(digest, lambda: data)
+            refuse_unused(plans.plans)
+            server.planned = offering.digest, digest
+        digest = server.planned[1]
+        return digest, self._link.plans(digest, lambda: data)
+
+    def _route(self, digest: str, plans: Plans) -> None:
+        """Every rank works out what it sends. Errors: those of any rank; bytes that no rank has."""
+        offering = self._stock.offering
+        if self._server.routed == (offering, digest):
+            return
+        self._team.order("route", plans=digest)
+        try:
+            routed = [plans.routed_nbytes(offering), *self._team.answers(self._check)]
+        except BaseException as error:
+            self._team.call_off(error)
+            self._team.drained()
+            raise
+        for name, plan in plans.plans.items():
+            found = sum(answer[name] for answer in routed)
+            if found != plan.nbytes:
+                workers = [worker.worker for worker in plans.workers if worker.plan == name]
+                raise PushWeightsError(
+                    f"all ranks together send {found} bytes to each of workers {workers} of {self._control.server}, "
+                    f"whose plan needs {plan.nbytes}: run the same version of vllm-nixl-plugin on all ranks and servers"
+                )
+        self._server.routed = offering, digest
 
     def _begin(self, plans: Plans) -> UpdateOpened:
         """Open the update. One that this client left behind, because an answer was lost, is ended first."""
@@ -142,7 +203,7 @@ class _Push:
         request = BeginRequest(
             plans=tuple(worker.plan for worker in plans.workers), version=options.version, mode=options.mode,
             lease_s=options.lease_s, holder=options.holder, pause=options.pause,
-            known_bindings=self._link.known_bindings(), writers=(this_process(),),
+            known_bindings=self._link.known_bindings(), writers=options.writers,
         )  # fmt: skip
         try:
             return self._control.begin(request, options.lease_s)
@@ -152,14 +213,34 @@ class _Push:
             self._control.abort(str(held.details["update_id"]), drained=False)
             return self._control.begin(request, options.lease_s)
 
-    def _send(self, opened: UpdateOpened, transfer: Transfer, nbytes: int) -> None:
-        server = self._control.server
-        self._progress.stage(server, "send", total_nbytes=nbytes)
+    def _share_out(self, digest: str, plans: Plans, opened: UpdateOpened) -> Transfer:
+        """Order the other ranks to write, and prepare the writes of this one."""
+        workers = zip(plans.workers, opened.workers, strict=True)
+        targets = tuple((planned.plan, bound.digest) for planned, bound in workers)
+        self._link.learn({w.digest: w.binding for w in opened.workers if w.binding is not None})
+        bindings = self._link.bindings(targets)
+        if self._group.size > 1:
+            if self._server.told is None or self._server.told[0] != targets:
+                slot = f"{self._control.server} bindings"
+                self._server.told = targets, self._group.keep(slot, pack_bindings(bindings))
+            self._team.order(
+                "send", update_id=opened.update_id, plans=digest, targets=targets, bindings=self._server.told[1],
+                left_s=self._left(),
+            )  # fmt: skip
+        return self._link.transfer(self._stock, plans, targets)
+
+    def _send(self, opened: UpdateOpened, transfer: Transfer) -> None:
+        server, begin = self._control.server, time.monotonic()
+        self._progress.stage(server, "send", total_nbytes=transfer.nbytes)
         sent = transfer.run(
             opened.update_id, self._deadline, check=self._check, progress=lambda n: self._progress.add(server, n)
         )
-        self.nbytes, self.packed_nbytes = sent.nbytes, sent.packed_nbytes
-        self.seconds |= {"pack": sent.pack_s, "wire": sent.wire_s}
+        own = RankReport(0, sent.nbytes, sent.packed_nbytes, time.monotonic() - begin)
+        answers = self._team.answers(self._check)
+        self.ranks = (own, *(RankReport(rank, a["nbytes"], a["packed_nbytes"], a["seconds"])
+                             for rank, a in enumerate(answers, 1)))  # fmt: skip
+        self.seconds["pack"] = max([sent.pack_s, *(answer["pack_s"] for answer in answers)])
+        self.seconds["wire"] = max([sent.wire_s, *(answer["wire_s"] for answer in answers)])
 
     def _finish(self, status: UpdateStatus) -> None:
         """Wait until the server has installed the update, or raise what kept it from it."""
@@ -186,6 +267,7 @@ class _Push:
             raise PushWeightsError("the push was interrupted in the trainer")
         if self._lost is not None:
             raise self._lost
+        self._team.check()
 
     def _left(self) -> float:
         left = self._deadline - time.monotonic()
@@ -204,11 +286,13 @@ class _Push:
 
     @contextmanager
     def _aborting(self, opened: UpdateOpened) -> Iterator[None]:
-        """Whatever goes wrong inside ends the update; ``drained`` tells the truth about the writes."""
+        """Whatever goes wrong inside ends the update; ``drained`` tells the truth about the writes of all ranks."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            self._team.call_off(error)
             drained = self._link.drain(DRAIN_S)
+            drained = self._team.drained() and drained
             with suppress(PushWeightsError):
                 self._control.abort(opened.update_id, drained=drained)
             raise
@@ -247,8 +331,6 @@ def _served(control: Control, error: PushWeightsError) -> str | None:
 
 def gather(tasks: Sequence[Callable[[], ServerReport]], cancel: threading.Event) -> list[ServerReport]:
     """Run the tasks in threads of their own and wait for all, also when interrupted."""
-    from concurrent.futures import ThreadPoolExecutor
-
     with ThreadPoolExecutor(max_workers=len(tasks), thread_name_prefix="nixl-push") as pool:
         futures = [pool.submit(task) for task in tasks]
         try:

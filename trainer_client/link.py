@@ -1,41 +1,49 @@
-"""What is kept for one server from push to push: its plans, the bindings it gave out, and the writes prepared on them.
+"""What a rank keeps for one server from push to push: plans, bindings, and the writes prepared on them.
 
-`delivery` runs one push over a `Link` and asks it, in this order, for `plans`, `known_bindings` and the `transfer`.
-Each is made again only when what it was made from has changed. An `Offering` is the other side of it: what one push
-offers to all servers.
+`delivery` (rank 0) and `team` (the others) run a push over a `Link`, which makes each thing again only when what it was
+made from has changed. An `Offering` is the other side of it: what one push offers to all servers; a `Stock` is the
+offering with the memory that it lies in and the agent that writes from there.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from trainer_client.control import Control
 from trainer_client.conversion import Conversion
 from trainer_client.registration import SendBuffers, SourceMemory
 from trainer_client.routing import Offer, Route, compute_route
-from trainer_client.sources import Sources
+from trainer_client.sources import Shard
 from trainer_client.transfer import Lane, Transfer
 from vllm_nixl_plugin.errors import InvalidRequest, PlanRefused, WorkerFailed
 from vllm_nixl_plugin.fabric import Fabric
-from vllm_nixl_plugin.wire import Binding, Manifest, PlannedWorker, UpdateOpened, WorkerPlan
+from vllm_nixl_plugin.wire import Binding, Manifest, PlannedWorker, WorkerPlan, decode_plans
 
 
 class Offering:
-    """What this push offers to every server: weights, their memory, and the routes, worked out once per layout."""
+    """What this push offers to every server: the weights of all ranks, and routes from what this rank has of them."""
 
     def __init__(
-        self, sources: Sources, conversion: Conversion, *, partial: bool, direct_run_bytes: int, buffer_bytes: int
+        self,
+        shards: Sequence[Shard],
+        devices: Sequence[str],
+        conversion: Conversion,
+        *,
+        partial: bool,
+        direct_run_bytes: int,
+        buffer_bytes: int,
     ) -> None:
+        """``devices``: the device of each storage that the shards lie in."""
         self.manifest = Manifest(weights=conversion.weights, partial=partial)
         self.digest = self.manifest.digest()
-        self._offer = Offer(sources.shards, [storage.device for storage in sources.storages], conversion)
+        self._offer = Offer(shards, devices, conversion)
         self._limits = direct_run_bytes, buffer_bytes
         self._routes: dict[str, Route] = {}
         self._lock = threading.Lock()
 
     def route(self, digest: str, plan: WorkerPlan) -> Route:
-        """The route to a worker with this plan. Errors: PlanRefused."""
+        """What this rank sends to a worker with this plan. Errors: PlanRefused."""
         with self._lock:
             if digest not in self._routes:
                 direct_run_bytes, buffer_bytes = self._limits
@@ -46,31 +54,45 @@ class Offering:
 
 
 @dataclass(frozen=True)
-class Plans:
-    """The plans of one server for one manifest; ``workers`` in the order that begin expects."""
+class Stock:
+    """What this rank sends from: the offering, its memory, and the agent that it is registered with."""
 
-    manifest: str
+    offering: Offering
+    memory: SourceMemory
+    fabric: Fabric
+
+
+@dataclass(frozen=True)
+class Plans:
+    """The plans of one server, by digest; ``workers`` in the order that begin expects."""
+
     workers: tuple[PlannedWorker, ...]
-    plans: dict[str, WorkerPlan]
+    plans: Mapping[str, WorkerPlan]
+
+    def routed_nbytes(self, offering: Offering) -> dict[str, int]:
+        """How many bytes this rank sends for each plan; works the routes out. Errors: PlanRefused."""
+        return {digest: offering.route(digest, plan).nbytes for digest, plan in self.plans.items()}
+
+
+Target = tuple[str, str]
+"""Digests of the plan and of the binding of a worker."""
 
 
 @dataclass(frozen=True)
 class _Prepared:
     """A transfer and what it was made for."""
 
-    offering: Offering
-    memory: SourceMemory
-    bindings: tuple[str, ...]
-    plans: tuple[str, ...]
+    stock: Stock
+    targets: tuple[Target, ...]
     transfer: Transfer
 
 
 class Link:
-    """One server and what is prepared for it. Belongs to one thread at a time."""
+    """One server and what is prepared for it on this rank. Belongs to one thread at a time."""
 
-    def __init__(self, control: Control) -> None:
-        self.control = control
-        self._plans: Plans | None = None
+    def __init__(self, server: str) -> None:
+        self.server = server
+        self._plans: dict[str, Plans] = {}
         self._bindings: dict[str, Binding] = {}
         self._prepared: _Prepared | None = None
         self._buffers: SendBuffers | None = None
@@ -87,9 +109,9 @@ class Link:
             self._prepared = None
 
     def drain(self, timeout_s: float) -> bool:
-        """After a failed push:
+        """After a failed push: whether every write is done.
 
-        whether every write is done. What is prepared is freed, unless bytes are still under way.
+        What is prepared is freed, unless bytes are still under way.
         """
         if self._prepared is None:
             return True
@@ -103,50 +125,42 @@ class Link:
         self._prepared, self._buffers = None, None
         self._bindings.clear()
 
-    def plans(self, offering: Offering, timeout_s: float) -> Plans:
-        """The plans for the offered manifest, asked for when they are not known. Errors: PlanRefused."""
-        if self._plans is None or self._plans.manifest != offering.digest:
-            workers, plans = self.control.plan(offering.manifest, timeout_s)
-            _refuse_unused(plans)
-            self._plans = Plans(offering.digest, workers, plans)
-        return self._plans
-
-    def forget_plans(self) -> None:
-        """The server does not know them any more."""
-        self._plans = None
+    def plans(self, digest: str, fetch: Callable[[], bytes]) -> Plans:
+        """The plans of this digest, in their encoded form from ``fetch`` unless they are those of the last call."""
+        if digest not in self._plans:
+            self._plans = {digest: Plans(*decode_plans(fetch()))}
+        return self._plans[digest]
 
     def known_bindings(self) -> tuple[str, ...]:
-        """Digests of the bindings that begin need not send again."""
+        """Digests of the bindings that need not be sent again."""
         return tuple(self._bindings)
 
-    def transfer(
-        self, offering: Offering, memory: SourceMemory, fabric: Fabric, plans: Plans, opened: UpdateOpened
-    ) -> Transfer:
+    def learn(self, bindings: Mapping[str, Binding]) -> None:
+        """Bindings by digest. Those that the next `transfer` does not use are forgotten there."""
+        self._bindings |= bindings
+
+    def bindings(self, targets: Sequence[Target]) -> list[Binding]:
+        """The bindings of these workers. Errors: WorkerFailed when one is not known."""
+        if missing := [index for index, (_, digest) in enumerate(targets) if digest not in self._bindings]:
+            raise WorkerFailed(f"{self.server} did not say where the memory of workers {missing} is")
+        return [self._bindings[digest] for _, digest in targets]
+
+    def transfer(self, stock: Stock, plans: Plans, targets: tuple[Target, ...]) -> Transfer:
         """The prepared writes to the memory that begin gave out."""
-        digests = tuple(worker.digest for worker in opened.workers)
-        names = tuple(worker.plan for worker in plans.workers)
         held = self._prepared
-        if held is not None and (held.offering, held.memory, held.bindings, held.plans) == (
-            offering,
-            memory,
-            digests,
-            names,
-        ):
+        if held is not None and (held.stock, held.targets) == (stock, targets):
             return held.transfer
-        bindings = self._bindings | {w.digest: w.binding for w in opened.workers if w.binding is not None}
-        if missing := [w.worker for w in opened.workers if w.digest not in bindings]:
-            raise WorkerFailed(f"{self.control.server} did not say where the memory of workers {missing} is")
-        if held is not None:
-            self.release()
-        gone = {b.agent for b in self._bindings.values()} - {bindings[digest].agent for digest in digests}
+        bindings = self.bindings(targets)
+        self.release()
+        gone = {b.agent for b in self._bindings.values()} - {binding.agent for binding in bindings}
         for agent in gone:
-            fabric.disconnect(agent)
-        self._bindings = {digest: bindings[digest] for digest in digests}
-        lanes = [_lane(name, plans.plans[name], bindings[digest], offering)
-                 for name, digest in zip(names, digests, strict=True)]  # fmt: skip
-        self._buffers = self._buffers or SendBuffers(fabric)
-        transfer = Transfer(fabric, memory, self._buffers, lanes)
-        self._prepared = _Prepared(offering, memory, digests, names, transfer)
+            stock.fabric.disconnect(agent)
+        self._bindings = {digest: binding for (_, digest), binding in zip(targets, bindings, strict=True)}
+        lanes = [_lane(plan, plans.plans[plan], binding, stock.offering)
+                 for (plan, _), binding in zip(targets, bindings, strict=True)]  # fmt: skip
+        self._buffers = self._buffers or SendBuffers(stock.fabric)
+        transfer = Transfer(stock.fabric, stock.memory, self._buffers, lanes)
+        self._prepared = _Prepared(stock, targets, transfer)
         return transfer
 
 
@@ -159,8 +173,8 @@ def _lane(name: str, plan: WorkerPlan, binding: Binding, offering: Offering) -> 
     return Lane(name, binding, offering.route(name, plan))
 
 
-def _refuse_unused(plans: dict[str, WorkerPlan]) -> None:
-    """A weight that no worker of the server uses is a mistake of one side or the other."""
+def refuse_unused(plans: Mapping[str, WorkerPlan]) -> None:
+    """A weight that no worker of the server uses is a mistake of one side or the other. Errors: PlanRefused."""
     unused = set.intersection(*(set(plan.unused) for plan in plans.values())) if plans else set()
     if unused:
         names = sorted(unused)

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 STAGES = ("plan", "route", "begin", "pack", "wire", "prepare", "pause", "install", "resume", "total")
@@ -24,8 +24,22 @@ SERVER_STAGES = {"prepare": "wait_s", "pause": "pause_s", "install": "install_s"
 
 
 @dataclass(frozen=True)
+class RankReport:
+    """What one rank of the trainer sent. ``seconds``: from its order to its last completed write."""
+
+    rank: int
+    nbytes: int
+    packed_nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class ServerReport:
-    """One server. ``version`` is what it serves after the push; ``error`` says why that is not the pushed one."""
+    """One server. ``version`` is what it serves after the push; ``error`` says why that is not the pushed one.
+
+    ``nbytes`` and ``packed_nbytes`` are those of all ranks, ``pack`` and ``wire`` the longest of any; ``ranks`` is in
+    the order of the ranks, and empty when the bytes are not all there.
+    """
 
     server: str
     version: str | None
@@ -34,6 +48,7 @@ class ServerReport:
     seconds: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
     error_code: str | None = None
+    ranks: tuple[RankReport, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -45,8 +60,14 @@ class ServerReport:
         return {
             "server": self.server, "version": self.version, "ok": self.ok, "nbytes": self.nbytes,
             "packed_nbytes": self.packed_nbytes, "seconds": dict(self.seconds), "error": self.error,
-            "error_code": self.error_code,
+            "error_code": self.error_code, "ranks": [asdict(rank) for rank in self.ranks],
         }  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ServerReport:
+        """The report of which these are `to_dict`."""
+        ranks = tuple(RankReport(**rank) for rank in values["ranks"])
+        return cls(**{name: value for name, value in values.items() if name != "ok"} | {"ranks": ranks})
 
 
 @dataclass(frozen=True)
@@ -69,12 +90,30 @@ class PushReport:
         """The servers that have the version."""
         return tuple(server.server for server in self.servers if server.ok)
 
+    @property
+    def ranks(self) -> tuple[RankReport, ...]:
+        """What each rank of the trainer sent to all servers; ``seconds``: to the slowest of them."""
+        found: dict[int, RankReport] = {}
+        for one in (rank for server in self.servers for rank in server.ranks):
+            sofar = found.get(one.rank, RankReport(one.rank, 0, 0, 0.0))
+            found[one.rank] = RankReport(
+                one.rank, sofar.nbytes + one.nbytes, sofar.packed_nbytes + one.packed_nbytes,
+                max(sofar.seconds, one.seconds),
+            )  # fmt: skip
+        return tuple(found[rank] for rank in sorted(found))
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
             "version": self.version, "mode": self.mode, "ok": self.ok, "nbytes": self.nbytes, "seconds": self.seconds,
-            "servers": [server.to_dict() for server in self.servers],
+            "servers": [server.to_dict() for server in self.servers], "ranks": [asdict(rank) for rank in self.ranks],
         }  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> PushReport:
+        """The report of which these are `to_dict`."""
+        servers = tuple(ServerReport.from_dict(server) for server in values["servers"])
+        return cls(values["version"], values["mode"], servers, values["nbytes"], values["seconds"])
 
     def __str__(self) -> str:
         shown = [stage for stage in STAGES if any(stage in server.seconds for server in self.servers)]
@@ -90,6 +129,14 @@ class PushReport:
             left = "  ".join(cell.ljust(width) for cell, width in zip(row[:2], widths, strict=False))
             right = "  ".join(cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True))
             lines.append(f"{left}  {right}")
+        if len(ranks := self.ranks) > 1:
+            least, most = (pick(ranks, key=lambda rank: rank.nbytes) for pick in (min, max))
+            slowest = max(ranks, key=lambda rank: rank.seconds)
+            lines.append(
+                f"{len(ranks)} ranks sent {format_nbytes(least.nbytes)} (rank {least.rank}) to "
+                f"{format_nbytes(most.nbytes)} (rank {most.rank}), the slowest (rank {slowest.rank}) in "
+                f"{slowest.seconds:.3f} s"
+            )
         lines += [f"{s.server}: {s.error_code or 'error'}: {s.error}" for s in self.servers if s.error is not None]
         return "\n".join(lines)
 

@@ -13,8 +13,9 @@ Called by `WeightClient` once per layout (plan digests and shard geometry), not 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +24,13 @@ from trainer_client.batching import RUN, Batch, Filler, PackItem, Runs, join_run
 from trainer_client.conversion import Conversion
 from trainer_client.sources import Shard
 from vllm_nixl_plugin.errors import PlanRefused
-from vllm_nixl_plugin.layout import Copy, box, compose, run_nbytes, runs, simplify, split
+from vllm_nixl_plugin.layout import Copy, box, compose, contiguous_strides, run_nbytes, runs, simplify
 from vllm_nixl_plugin.wire import Step, WeightSpec, WorkerPlan
+
+SHARE_NBYTES = 4 << 10
+"""Smaller parts are not worth an operation of their own, when replicas share the sending."""
+SHARE_NUMEL = 64
+"""Parts begin at multiples of so many elements."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +55,21 @@ class Offer:
     """What this process can send: for each weight, where in the storages its elements lie. Shared by all workers."""
 
     def __init__(self, shards: Sequence[Shard], devices: Sequence[str], conversion: Conversion) -> None:
-        """``devices``: the device of each storage."""
+        """``shards``: those of this process, of some of the tensors. ``devices``: the device of each storage."""
         self.devices = tuple(devices)
         self._shards: dict[str, list[Shard]] = {}
         for shard in shards:
             self._shards.setdefault(shard.name, []).append(shard)
         self._conversion = conversion
         self._index = {weight.name: i for i, weight in enumerate(conversion.weights)}
-        self._legs: dict[int, tuple[Leg, ...]] = {}
+        self._legs: dict[tuple[int, bool], tuple[Leg, ...]] = {}
 
-    def legs(self, weight: WeightSpec) -> tuple[Leg, ...]:
-        """The legs to ``weight``. Errors: PlanRefused when the plan has a weight that is not offered like that."""
+    def legs(self, weight: WeightSpec, *, packed: bool = False) -> tuple[Leg, ...]:
+        """The legs to ``weight``. ``packed``: those from replicas begin at the box, packed at offset 0: the same legs
+
+        for all holders, however each has it in memory; `_placed` leads from there to the memory.
+        Errors: PlanRefused when the plan has a weight that is not offered like that.
+        """
         index = self._index.get(weight.name)
         if index is None:
             raise PlanRefused(
@@ -71,28 +81,24 @@ class Offer:
                 f"the plan was made for weight {weight.name} as {weight.dtype}{list(weight.shape)}, but this push "
                 f"offers {offered.dtype}{list(offered.shape)}", misshaped=[weight.name],
             )  # fmt: skip
-        if index not in self._legs:
-            self._legs[index] = tuple(self._make(index))
-        return self._legs[index]
+        if (index, packed) not in self._legs:
+            self._legs[index, packed] = tuple(self._make(index, packed))
+        return self._legs[index, packed]
 
     def nbytes(self, weight: WeightSpec) -> int:
         """Bytes of an offered weight."""
         return sum(part.copy.dst_nbytes for part in self._conversion.parts[self._index[weight.name]])
 
-    def _make(self, index: int) -> Iterator[Leg]:
+    def _make(self, index: int, packed: bool) -> Iterator[Leg]:
         for part in self._conversion.parts[index]:
-            for shard in self._shards[part.source]:
-                if shard.shape == part.copy.shape and shard.strides_bytes == part.copy.src_strides and part.is_whole:
-                    yield Leg(shard, moved(part.copy, src=shard.offset_bytes), part.program, plain=True)
+            for shard in self._shards.get(part.source, ()):
+                at, strides = shard.offset_bytes, shard.strides_bytes
+                if packed and shard.replica_count > 1:
+                    at, strides = 0, contiguous_strides(shard.shape, shard.itemsize)
+                if shard.shape == part.copy.shape and strides == part.copy.src_strides and part.is_whole:
+                    yield Leg(shard, moved(part.copy, src=at), part.program, plain=True)
                     continue
-                memory = box(
-                    shard.global_shape,
-                    shard.offsets,
-                    shard.shape,
-                    shard.itemsize,
-                    shard.offset_bytes,
-                    shard.strides_bytes,
-                )
+                memory = box(shard.global_shape, shard.offsets, shard.shape, shard.itemsize, at, strides)
                 for copy in compose(memory, part.copy):
                     yield Leg(shard, copy, part.program)
 
@@ -116,7 +122,7 @@ def compute_route(offer: Offer, plan: WorkerPlan, *, direct_run_bytes: int, buff
     direct: list[npt.NDArray[np.void]] = []
     blocks: list[tuple[int, int, int, int, int]] = []
     items: dict[tuple[str, int], list[PackItem]] = {}
-    offered = [(offer.legs(weight), offer.nbytes(weight)) for weight in plan.weights]
+    offered = [(offer.legs(weight, packed=True), offer.nbytes(weight)) for weight in plan.weights]
     for planned in plan.copies:
         legs, nbytes = offered[planned.weight]
         if not _reads_within(planned.copy_, nbytes):
@@ -124,7 +130,7 @@ def compute_route(offer: Offer, plan: WorkerPlan, *, direct_run_bytes: int, buff
                 f"the plan reads past the end of weight {plan.weights[planned.weight].name}: {planned.copy_}"
             )
         for leg in legs:
-            for copy in _share(_from_storage(leg, planned.copy_), leg.shard):
+            for copy in _share(_from_storage(leg, planned.copy_), leg.shard, planned.destination):
                 program = leg.program + planned.program
                 longest = 0 if program or copy.src_itemsize != copy.dst_itemsize else run_nbytes(copy)
                 if longest < max(direct_run_bytes, 1):
@@ -160,18 +166,57 @@ def _reads_within(copy: Copy, nbytes: int) -> bool:
     return 0 in copy.shape or (copy.src_offset >= 0 and end <= nbytes)
 
 
-def _share(copies: list[Copy], shard: Shard) -> list[Copy]:
-    """The part of ``copies`` that this one of the replicas of a shard sends:
+def _share(copies: list[Copy], shard: Shard, destination: int) -> Iterator[Copy]:
+    """The part of ``copies`` that this one of the replicas of a shard sends: every byte is sent by exactly one.
 
-    every byte is sent by exactly one of them.
+    A copy is cut in equal parts of at least `SHARE_NBYTES`, which the replicas take in turn, beginning with another one
+    for each copy: small tensors go to one replica each, and all have about the same to send.
     """
-    if shard.replica_count == 1:
-        return copies
-    mine: list[Copy] = []
-    for number, copy in enumerate(copies):
-        pieces = split(copy, max(-(-copy.dst_nbytes // shard.replica_count), copy.dst_itemsize))
-        mine += [p for i, p in enumerate(pieces) if (i + number) % shard.replica_count == shard.replica_index]
-    return mine
+    count = shard.replica_count
+    if count == 1:
+        yield from copies
+        return
+    for copy in copies:
+        parts = max(min(count, copy.dst_nbytes // SHARE_NBYTES), 1)
+        edges = [copy.numel * part // parts // SHARE_NUMEL * SHARE_NUMEL for part in range(parts)] + [copy.numel]
+        turn = zlib.crc32(f"{shard.name} {shard.offsets} {destination} {copy.dst_offset}".encode())
+        for part in range(parts):
+            if (part + turn) % count == shard.replica_index:
+                for piece in stretch(copy, edges[part], edges[part + 1]):
+                    yield from _placed(piece, shard)
+
+
+def _placed(copy: Copy, shard: Shard) -> list[Copy]:
+    """From the storage that the shard lies in, for a copy from the shard as it would be packed at offset 0."""
+    packed = contiguous_strides(shard.shape, shard.itemsize)
+    if shard.strides_bytes == packed:
+        return [moved(copy, src=shard.offset_bytes)]
+    memory = Copy(shard.shape, shard.offset_bytes, shard.strides_bytes, shard.itemsize, 0, packed, shard.itemsize)
+    return compose(memory, copy)
+
+
+def stretch(copy: Copy, start: int, stop: int) -> list[Copy]:
+    """Elements ``start`` to ``stop`` of a copy, counted over its dims in order, the last one fastest."""
+    if (start, stop) == (0, copy.numel):
+        return [copy]
+    if start >= stop:
+        return []
+    inner = copy.numel // copy.shape[0]
+    first, last = -(-start // inner), stop // inner
+    if first > last:
+        return stretch(_outer(copy, last), start - last * inner, stop - last * inner)
+    pieces = stretch(_outer(copy, first - 1), start - (first - 1) * inner, inner) if start < first * inner else []
+    if first < last:
+        pieces.append(_outer(copy, first, last))
+    return pieces + (stretch(_outer(copy, last), 0, stop - last * inner) if last * inner < stop else [])
+
+
+def _outer(copy: Copy, index: int, stop: int | None = None) -> Copy:
+    """What is left of a copy at one index of its first dim, or at some in a row."""
+    at = moved(copy, src=index * copy.src_strides[0], dst=index * copy.dst_strides[0])
+    if stop is not None:
+        return replace(at, shape=(stop - index, *copy.shape[1:]))
+    return replace(at, shape=copy.shape[1:], src_strides=copy.src_strides[1:], dst_strides=copy.dst_strides[1:])
 
 
 def _rows(storage: int, destination: int, copy: Copy) -> npt.NDArray[np.void]:

@@ -17,6 +17,7 @@
     ├── WorkerFailed            a worker answered with something else than was asked
     ├── ServerUnreachable       no HTTP answer
     ├── DeadlineExceeded        a wait ran out
+    ├── RankLost                a rank of the trainer died or stopped in the middle of a push
     ├── PushFailed              fewer servers than required have the pushed version
     └── FabricError             NIXL reported a failure
         └── RegistrationFailed  memory that NIXL cannot register
@@ -140,6 +141,12 @@ class DeadlineExceeded(PushWeightsError):
     """A wait ran out."""
 
     code, http_status = "deadline", 504
+
+
+class RankLost(PushWeightsError):
+    """A rank of the trainer died or stopped in the middle of a push. ``details``: its ``rank``, where it is known."""
+
+    code, http_status = "rank_lost", 503
 
 
 class PushFailed(PushWeightsError):

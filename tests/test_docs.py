@@ -52,7 +52,7 @@ def test_every_link_within_the_repository_leads_somewhere(page: str) -> None:
             assert anchor in [re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings], target
 
 
-@pytest.mark.parametrize("page", [*NAMES, "examples/demo.py"])
+@pytest.mark.parametrize("page", [*NAMES, "examples/demo.py", "examples/trl_grpo.py"])
 def test_no_page_knows_the_machine_it_was_written_on(page: str) -> None:
     text = (ROOT / page).read_text()
     found = re.findall(

@@ -1,4 +1,4 @@
-"""The HTTP side of one server: each method is one request of docs/protocol.md. The only file that imports httpx.
+"""The HTTP side of one server: each method is one request of docs/protocol.md.
 
 `WeightClient` has one `Control` per server and calls, in this order: `plan`, `begin`, `renew` (from a thread of its
 own), `commit`, `update` until the update is over, or `abort`. Errors come back as the exceptions that the server
@@ -28,7 +28,9 @@ from vllm_nixl_plugin.wire import (
     MAX_BODY_BYTES,
     PREFIX,
     BeginRequest,
+    Checkpoint,
     CommitRequest,
+    Fingerprint,
     KvCachePolicy,
     Manifest,
     PauseMode,
@@ -41,6 +43,8 @@ from vllm_nixl_plugin.wire import (
 CONNECT_S = 10.0
 ANSWER_S = 30.0
 """How much longer than a request's own wait its answer may take."""
+READING_S = 600.0
+"""How long a server may take to read all its weights."""
 ATTEMPTS = 3
 RETRY_S = 0.2
 
@@ -122,6 +126,15 @@ class Control:
         """End an update. ``drained``: no write of it is under way any more. Errors: StaleUpdate."""
         answer = self._request("DELETE", f"/updates/{update_id}", params={"drained": drained})
         return self._record(UpdateStatus, answer)
+
+    def fingerprint(self, worker: int | None = None, *, paths: bool = True) -> Fingerprint:
+        """What every worker's engine can read, or one's. Errors: EngineAsleep, EngineTorn, LeaseHeld, StaleUpdate."""
+        asked = {"paths": paths} | ({} if worker is None else {"worker": worker})
+        return self._record(Fingerprint, self._request("GET", "/fingerprint", params=asked, wait_s=READING_S))
+
+    def checkpoint(self) -> Checkpoint:
+        """The weights that the server started from."""
+        return self._record(Checkpoint, self._request("GET", "/checkpoint"))
 
     def pause(self, mode: PauseMode, kv_cache: KvCachePolicy, timeout_s: float) -> None:
         """Pause generation until `resume`."""

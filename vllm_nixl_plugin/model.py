@@ -265,6 +265,8 @@ def describe_worker(worker: Any) -> dict[str, Any]:
         "model": str(model.served_model_name if isinstance(model.served_model_name, str) else model.model),
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantization": str(model.quantization) if model.quantization else None,
+        "runner": str(model.runner_type),
+        "vocab_size": int(model.get_vocab_size()),
         "device": str(worker.device),
         "eager": bool(model.enforce_eager),
         "vllm": str(vllm.__version__),

@@ -287,6 +287,11 @@ def test_an_unknown_option_fails() -> None:
         WeightClient(["http://a"], time_out=3)
 
 
+def test_a_push_of_nothing_is_refused(client) -> None:
+    with pytest.raises(errors.InvalidRequest, match="no tensor to push"):
+        client.push_weights({})
+
+
 def test_a_closed_client_says_so(client) -> None:
     client.close()
     client.close()
@@ -354,8 +359,8 @@ def test_an_update_of_somebody_else_is_left_alone(server, servers) -> None:
 
 def test_the_public_names_are_these() -> None:
     assert trainer_client.__all__ == [
-        "LocalShard", "PushFailed", "PushReport", "PushWeightsError", "RankGroup", "RankLost", "ServerReport",
-        "WeightClient",
+        "LocalShard", "PushFailed", "PushHandle", "PushReport", "PushWeightsError", "RankGroup", "RankLost",
+        "ServerProgress", "ServerReport", "WeightClient",
     ]  # fmt: skip
     assert all(getattr(trainer_client, name).__name__ == name for name in trainer_client.__all__)
     with pytest.raises(AttributeError):

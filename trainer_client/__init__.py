@@ -13,24 +13,28 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trainer_client.asynchronous import PushHandle
     from trainer_client.client import WeightClient
     from trainer_client.group import RankGroup
+    from trainer_client.progress import ServerProgress
     from trainer_client.report import PushReport, ServerReport
     from trainer_client.sharding import LocalShard
     from vllm_nixl_plugin.errors import PushFailed, PushWeightsError, RankLost
 
 __all__ = [
-    "LocalShard", "PushFailed", "PushReport", "PushWeightsError", "RankGroup", "RankLost", "ServerReport",
-    "WeightClient",
+    "LocalShard", "PushFailed", "PushHandle", "PushReport", "PushWeightsError", "RankGroup", "RankLost",
+    "ServerProgress", "ServerReport", "WeightClient",
 ]  # fmt: skip
 
 _HOMES = {
     "LocalShard": "trainer_client.sharding",
     "PushFailed": "vllm_nixl_plugin.errors",
+    "PushHandle": "trainer_client.asynchronous",
     "PushReport": "trainer_client.report",
     "PushWeightsError": "vllm_nixl_plugin.errors",
     "RankGroup": "trainer_client.group",
     "RankLost": "vllm_nixl_plugin.errors",
+    "ServerProgress": "trainer_client.progress",
     "ServerReport": "trainer_client.report",
     "WeightClient": "trainer_client.client",
 }

@@ -5,19 +5,19 @@
 
 A `Snapshot` lies on the device of the weights if an eighth of that device stays free, else in pinned host memory. Its
 memory is kept from push to push, and with it everything that was prepared on it, until the shapes change or the client
-is closed. There is one, so a call waits until the snapshot before it has been delivered. The copy is queued on the
-caller's current stream, before whatever the caller queues there next; the worker waits for it before the first read.
+is closed. There is one, so taking it waits until the push that reads the last one is over. On a GPU the copy is queued
+on the caller's stream, before whatever the caller queues there next, and the worker waits for it (`queued`).
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from trainer_client.progress import Progress, ServerProgress
 from trainer_client.sources import Sources, Storage
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 FREE_PART = 8
 """A snapshot leaves one part in so many of a GPU's memory free."""
-
-_T = TypeVar("_T")
 
 
 class PushHandle:
@@ -78,20 +76,19 @@ class PushHandle:
 
 
 class Pushes:
-    """The worker thread of a client. `start` and `close` belong to the thread that owns the client."""
+    """The worker thread of a client. All methods belong to the threads that call the client, one at a time."""
 
     def __init__(self) -> None:
-        self.snapshot = Snapshot()
+        self._snapshot = Snapshot()
         self._pool: ThreadPoolExecutor | None = None
         self._running: dict[Future[PushReport], threading.Event] = {}
         self._reading: Future[PushReport] | None = None
 
     def copy(self, sources: Sources) -> Sources:
-        """These weights as they are now, in memory that the next `start` reads. Waits until it is free."""
+        """The weights as they are now, in memory of our own. Waits until the push that reads it is over."""
         if self._reading is not None:
-            with suppress(Exception):  # its own handle tells
-                self._reading.result()
-        return self.snapshot.take(sources)
+            wait([self._reading])
+        return self._snapshot.take(sources)
 
     def start(
         self, push: Callable[[Progress, threading.Event], PushReport], progress: Progress, *, reads_copy: bool
@@ -99,13 +96,7 @@ class Pushes:
         """Run ``push`` behind all that were started before. It gives up when the event is set."""
         self._pool = self._pool or ThreadPoolExecutor(max_workers=1, thread_name_prefix="nixl-async")
         cancel = threading.Event()
-        ready = self.snapshot.wait if reads_copy else _nothing
-
-        def run() -> PushReport:
-            ready()
-            return push(progress, cancel)
-
-        future = self._pool.submit(run)
+        future = self._pool.submit(push, progress, cancel)
         self._running = {f: c for f, c in self._running.items() if not f.done()} | {future: cancel}
         if reads_copy:
             self._reading = future
@@ -113,13 +104,11 @@ class Pushes:
 
     def settle(self) -> None:
         """Wait until every push that was started is over, well or badly."""
-        for future in list(self._running):
-            with suppress(Exception):
-                future.result()
+        wait(self._running)
         self._running.clear()
 
     def close(self, *, cancel: bool) -> None:
-        """End the thread, after all pushes; ``cancel`` ends them early. Doing it twice is fine."""
+        """Wait for all pushes, and let the memory go. ``cancel``: they give up first. Doing it twice is fine."""
         if cancel:
             for event in self._running.values():
                 event.set()
@@ -127,7 +116,7 @@ class Pushes:
             self._pool.shutdown()
         self._pool, self._reading = None, None
         self._running.clear()
-        self.snapshot.release()
+        self._snapshot.release()
 
 
 class Snapshot:
@@ -137,10 +126,9 @@ class Snapshot:
         self._like: tuple[tuple[int, str], ...] = ()
         self._owners: tuple[torch.UntypedStorage, ...] = ()
         self._storages: tuple[Storage, ...] = ()
-        self._events: list[torch.cuda.Event] = []
 
     def take(self, sources: Sources) -> Sources:
-        """The same shards in the copy. On a GPU the copy is queued, and `wait` returns when it is there.
+        """The same shards in the copy. On a GPU it is queued on the current stream of the weights' device.
 
         The memory of the last one is written over: nobody may be reading it.
         """
@@ -158,21 +146,11 @@ class Snapshot:
                 if storage.nbytes:
                     target, source = _bytes(copy, place.device), _bytes(owner, storage.device)
                     target.copy_(source, non_blocking=True)
-        self._events = []
-        for device in {storage.device for storage in sources.storages if storage.device.startswith("cuda")}:
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(torch.device(device)))
-            self._events.append(event)
         return replace(sources, storages=self._storages, owners=self._owners)
-
-    def wait(self) -> None:
-        """Until what `take` has queued is there."""
-        for event in self._events:
-            event.synchronize()
 
     def release(self) -> None:
         """Let go of the memory."""
-        self._like, self._owners, self._storages, self._events = (), (), (), []
+        self._like, self._owners, self._storages = (), (), ()
 
     def _allocate(self, sources: Sources) -> None:
         import torch
@@ -192,28 +170,20 @@ class Snapshot:
         self._owners, self._storages = tuple(owners), tuple(storages)
 
 
-def beside(devices: Iterable[str], task: Callable[[], _T]) -> Callable[[], _T]:
-    """``task`` on streams of its own, so that what it queues on a GPU does not stand in line behind the training there.
+def queued(devices: Iterable[str]) -> Callable[[], None]:
+    """A function that returns when everything is done which is queued on the current streams of ``devices`` now."""
+    import torch
 
-    What it reads has to be there already.
-    """
-    gpus = sorted({device for device in devices if device.startswith("cuda")})
-    if not gpus:
-        return task
+    events = []
+    for device in sorted({device for device in devices if device.startswith("cuda")}):
+        events.append(torch.cuda.Event())
+        events[-1].record(torch.cuda.current_stream(torch.device(device)))
 
-    def run() -> _T:
-        import torch
+    def ready() -> None:
+        for event in events:
+            event.synchronize()
 
-        with ExitStack() as streams:
-            for gpu in gpus:
-                streams.enter_context(torch.cuda.stream(torch.cuda.Stream(torch.device(gpu))))
-            return task()
-
-    return run
-
-
-def _nothing() -> None:
-    pass
+    return ready
 
 
 def _bytes(storage: torch.UntypedStorage, device: str) -> Tensor:

@@ -29,6 +29,7 @@ from functools import partial as bind
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from trainer_client.asynchronous import Pushes, PushHandle, queued
 from trainer_client.batching import ALIGNMENT
 from trainer_client.control import Control
 from trainer_client.conversion import Convert, checkpoint_converter, convert_shards
@@ -42,7 +43,6 @@ from trainer_client.registration import SourceMemory
 from trainer_client.report import PushReport
 from trainer_client.sources import Sources, collect, unwrap
 from trainer_client.team import Team, follow
-from trainer_client.transfer import synchronize
 from vllm_nixl_plugin.agent import NixlAgent
 from vllm_nixl_plugin.errors import InvalidRequest, PushFailed, PushWeightsError
 from vllm_nixl_plugin.fabric import Fabric
@@ -68,6 +68,7 @@ class Request:
 
     ``options`` have to be the same on all ranks. ``key`` says what conversion and routes depend on. ``error``: why the
     call cannot be done; the others learn it when they meet. ``keep``: the tensors live on when the push is over.
+    ``ready`` returns when what was queued to make them is done.
     """
 
     options: Mapping[str, Any]
@@ -75,6 +76,7 @@ class Request:
     convert: Convert | None = None
     key: tuple[Any, ...] = ()
     keep: bool = False
+    ready: Callable[[], None] | None = None
     error: Exception | None = None
 
 
@@ -172,6 +174,7 @@ class WeightClient:
         self._offered: _Offered | None = None
         self._memory: SourceMemory | None = None
         self._number: int | None = None
+        self._pushes = Pushes()
         self._busy = threading.Lock()
         self._closed = False
 
@@ -181,7 +184,7 @@ class WeightClient:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(cancel=error is not None)
 
     def push_weights(
         self,
@@ -219,15 +222,49 @@ class WeightClient:
             request = self._request(
                 model, convert, version=version, mode=mode, kv_cache=kv_cache, pause=pause, partial=partial
             )
+            self._pushes.settle()
             return self._push(request, self._progress(), threading.Event())
+
+    def push_weights_async(
+        self,
+        model: nn.Module | Mapping[str, Value] | Iterable[tuple[str, Value]],
+        *,
+        snapshot: bool = True,
+        version: str | None = None,
+        mode: Mode = "shadow",
+        kv_cache: KvCachePolicy = "recompute",
+        pause: PauseMode = "keep",
+        partial: bool = False,
+        convert: Convert | None = None,
+    ) -> PushHandle:
+        """Start a push and return at once; training may go on while the bytes fly.
+
+        Pushes are done in the order of the calls, one after the other, `push_weights` behind those before it. With
+        ``snapshot``, the weights are copied before this returns, and may be written to then; the copy takes as much
+        memory as this rank's shards, is kept for the next one, and lies on the device of the weights if an eighth of
+        that stays free, else in pinned host memory. There is one, so a second call waits until the first push is over.
+        Without, the weights must not be written to before ``wait()`` has returned.
+
+        All else is as in `push_weights`. Its errors come from the handle's ``wait()``.
+        """
+        with self._one_at_a_time():
+            request = self._request(
+                model, convert, self._pushes.copy if snapshot else None, version=version, mode=mode, kv_cache=kv_cache,
+                pause=pause, partial=partial,
+            )  # fmt: skip
+            return self._pushes.start(bind(self._push, request), self._progress(), reads_copy=snapshot)
 
     def status(self) -> dict[str, ServerStatus | PushWeightsError]:
         """How every server stands, or why it does not say so."""
         return {server.control.server: _status(server.control) for server in self._servers}
 
-    def close(self) -> None:
-        """Release all memory and connections. Doing it twice is fine."""
+    def close(self, *, cancel: bool = False) -> None:
+        """Release all memory and connections, when the pushes that were started are over. Doing it twice is fine.
+
+        ``cancel``: they give up instead, and the servers keep what they have. Leaving a ``with`` by an error does that.
+        """
         self._closed = True
+        self._pushes.close(cancel=cancel)
         self._drop_fabric()
         for server in self._servers:
             server.control.close()
@@ -243,23 +280,31 @@ class WeightClient:
         finally:
             self._busy.release()
 
-    def _request(self, model: Any, convert: Convert | None, *, partial: bool, **options: Any) -> Request:
+    def _request(
+        self,
+        model: Any,
+        convert: Convert | None,
+        copy: Callable[[Sources], Sources] | None = None,
+        *,
+        partial: bool,
+        **options: Any,
+    ) -> Request:
         """What this rank is called with. An error is kept for when the ranks meet, so that it is that of all."""
         from torch import nn
 
         wanted = options | {"partial": partial, "convert": convert is not None}
         try:
             _check_options(options)
-            sources = collect(model)
+            collected = collect(model)
+            sources = collected if copy is None else copy(collected)
             own = None if convert is not None or not isinstance(model, nn.Module) else weakref.ref(unwrap(model))
             key = (sources.geometry(), partial, convert, own)
-            for device in {storage.device for storage in sources.storages}:
-                synchronize(device)
+            ready = queued(storage.device for storage in collected.storages)
             convert = convert or checkpoint_converter(model)
         except Exception as error:  # noqa: BLE001 - raised again in the push
             return Request(wanted, Sources((), (), ()), error=error)
-        keep = hasattr(model, "keys") or hasattr(model, "state_dict")
-        return Request(wanted, sources, convert, key, keep)
+        keep = copy is not None or hasattr(model, "keys") or hasattr(model, "state_dict")
+        return Request(wanted, sources, convert, key, keep, ready)
 
     def _push(self, request: Request, progress: Progress, cancel: threading.Event) -> PushReport:
         """The push itself, from the meeting of the ranks on; may run in a thread of its own."""
@@ -283,6 +328,8 @@ class WeightClient:
         """Wait for all ranks, and find out whether they want the same and what has changed since the last push."""
         if request.error is not None:
             raise request.error
+        if request.ready is not None:
+            request.ready()
         last = self._offered if self._offered is not None and self._offered.key == request.key else None
         tensors = pack_tensors(tensors_of(request.sources.shards)) if last is None else last.tensors
         exchange.post("hello", {
@@ -324,6 +371,8 @@ class WeightClient:
         sources = request.sources
         packed = pack_tensors(tensors_of(sources.shards))
         tensors = agree_on_tensors(exchange, meeting.holders or {}, packed)
+        if not tensors:
+            raise InvalidRequest("there is no tensor to push: the model, state dict or iterable is empty")
         shards = share_boxes(exchange, tensors, sources.shards)
         conversion = convert_shards(tensors, request.convert)
         devices = [storage.device for storage in sources.storages]

@@ -14,9 +14,10 @@ call `drain`, and touch neither sources nor buffers unless it returns True or th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,7 +32,7 @@ from vllm_nixl_plugin.fabric import Descriptors, Fabric, Memory, Write, wait_all
 from vllm_nixl_plugin.wire import Binding, Landed, encode_landed
 
 if TYPE_CHECKING:
-    pass
+    import torch
 
 WRITE_NBYTES = 256 << 20
 WRITE_RUNS = 1 << 16
@@ -82,10 +83,12 @@ class Transfer:
         self._lanes = tuple(lanes)
         self._packed: list[_Packed] = []
         self._posted: list[Write] = []
+        self._devices = sorted({batch.device for lane in self._lanes for batch in lane.route.batches})
         try:
             for lane in self._lanes:
                 self._prepare_direct(lane)
-            self._prepare_batches(buffers)
+            with apart(self._devices):
+                self._prepare_batches(buffers)
         except BaseException:
             self.release()
             raise
@@ -115,8 +118,9 @@ class Transfer:
         for packed in self._packed:
             watch.wait(busy.pop(packed.slot, ()))
             filling = time.monotonic()
-            packed.batch.fill()
-            synchronize(packed.slot[0])
+            with apart(self._devices):
+                packed.batch.fill()
+                synchronize(packed.slot[0])
             sent.pack_s += time.monotonic() - filling
             for write in packed.writes:
                 self._post(packed.lane, write, update_id)
@@ -256,6 +260,29 @@ def _chunks(runs: Runs) -> Iterable[Runs]:
         part = (np.cumsum(runs.nbytes) - 1) // WRITE_NBYTES + np.arange(len(runs)) // WRITE_RUNS
         for number in np.unique(part):
             yield runs.take(part == number)
+
+
+@contextmanager
+def apart(devices: Iterable[str]) -> Iterator[None]:
+    """Queue on streams of our own, so that packing does not stand in line behind a training that goes on meanwhile.
+
+    What it reads has to be there already.
+    """
+    import torch
+
+    with ExitStack() as streams:
+        for device in devices:
+            if device.startswith("cuda"):
+                streams.enter_context(torch.cuda.stream(_stream(device)))
+        yield
+
+
+@cache
+def _stream(device: str) -> torch.cuda.Stream:
+    """One for each device, for all servers: the allocator keeps memory apart by stream."""
+    import torch
+
+    return torch.cuda.Stream(torch.device(device))
 
 
 def synchronize(device: str) -> None:

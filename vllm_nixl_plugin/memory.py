@@ -31,12 +31,16 @@ def available_nbytes(device: torch.device) -> int:
 
 
 class Arena:
-    """Slices of uint8 memory by key. Blocks are added when new keys come and are never moved."""
+    """Slices of uint8 memory by key. Blocks are added when new keys or sizes come and are never moved.
+
+    A key has the size that was last asked for: a checkpoint tensor that a loader reads whole may come in another dtype.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.blocks: list[torch.Tensor] = []
         self._slices: dict[Hashable, torch.Tensor] = {}
+        self._sized: dict[tuple[Hashable, int], torch.Tensor] = {}
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._slices
@@ -50,20 +54,29 @@ class Arena:
         return sum(block.numel() for block in self.blocks)
 
     def reserve(self, wanted: Iterable[tuple[Hashable, int]]) -> torch.Tensor | None:
-        """Make room for the keys that have none yet. Returns the new block, to be registered, or None.
+        """Make room for the keys that have none of that size yet. Returns the new block, to be registered, or None.
 
         Errors: InsufficientMemory with the bytes that lack; nothing has been allocated then.
         """
-        offsets: dict[Hashable, tuple[int, int]] = {}
+        asked = dict(wanted)
+        offsets: dict[tuple[Hashable, int], int] = {}
         total = 0
-        for key, nbytes in wanted:
-            if key not in self._slices and key not in offsets:
-                offsets[key] = (total, nbytes)
+        for key, nbytes in asked.items():
+            if (key, nbytes) not in self._sized:
+                offsets[key, nbytes] = total
                 total += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        block = self._block(total)
+        for sized, offset in offsets.items():
+            self._sized[sized] = block[offset : offset + sized[1]]
+        self._slices.update((key, self._sized[key, nbytes]) for key, nbytes in asked.items())
         if not total:
-            for key in offsets:
-                self._slices[key] = torch.empty(0, dtype=torch.uint8, device=self.device)
             return None
+        self.blocks.append(block)
+        return block
+
+    def _block(self, total: int) -> torch.Tensor:
+        if not total:
+            return torch.empty(0, dtype=torch.uint8, device=self.device)
         free = available_nbytes(self.device) - _RESERVE_NBYTES
         if total > free:
             raise InsufficientMemory(
@@ -72,13 +85,9 @@ class Arena:
                 needed_nbytes=total,
                 free_nbytes=max(free, 0),
             )
-        block = torch.empty(total, dtype=torch.uint8, device=self.device)
-        self.blocks.append(block)
-        for key, (offset, nbytes) in offsets.items():
-            self._slices[key] = block[offset : offset + nbytes]
-        return block
+        return torch.empty(total, dtype=torch.uint8, device=self.device)
 
     def replace(self) -> None:
         """Forget all blocks: memory that an undrained update may still write is left alone, and new memory is used."""
         self.blocks = []
-        self._slices = {}
+        self._slices, self._sized = {}, {}

@@ -128,7 +128,7 @@ def named_values(model: Any) -> dict[str, Any]:
 
     A module gives its state dict, with the hooks that it has; one that FSDP1 wraps what `flat_state` finds, because the
     state dicts of FSDP1 gather the model, unit by unit.
-    Errors: InvalidRequest (no tensors, doubled names).
+    It may be empty, on a rank that has nothing. Errors: InvalidRequest (doubled names, no names).
     """
     from torch import Tensor, nn
 
@@ -154,8 +154,6 @@ def named_values(model: Any) -> dict[str, Any]:
         if name in found:
             raise InvalidRequest(f"{name} comes twice: give every tensor once")
         found[name] = pair[1]
-    if not found:
-        raise InvalidRequest("there is no tensor to push: the model, state dict or iterable is empty")
     return found
 
 

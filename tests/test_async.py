@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 import harness
 from fake_server import TOKEN, FakeServer, Servers, model
 from harness import Server, completions, reference
-from trainer_client import PushFailed, ServerProgress, WeightClient
+from trainer_client import LocalShard, PushFailed, PushReport, RankGroup, ServerProgress, WeightClient
 from trainer_client.asynchronous import Snapshot
 from trainer_client.sources import collect
 from vllm_nixl_plugin import errors
@@ -55,10 +56,10 @@ def client(servers: Servers) -> Iterator[WeightClient]:
         yield made
 
 
-def client_of(servers: Servers) -> WeightClient:
+def client_of(servers: Servers, group: RankGroup | None = None) -> WeightClient:
     return WeightClient(
         [s.url for s in servers.all], token=TOKEN, progress=False, direct_run_bytes=1024, send_buffer_bytes=4096,
-        timeout_s=PATIENCE_S, transport=servers.transport, fabric=servers.fabric,
+        timeout_s=PATIENCE_S, group=group, transport=servers.transport, fabric=servers.fabric,
     )  # fmt: skip
 
 
@@ -239,6 +240,37 @@ def test_an_error_in_the_trainer_ends_what_was_started(servers, server) -> None:
         handle.wait()
     assert server.version == "default"
     assert server.open is None
+
+
+def test_ranks_of_a_trainer_push_their_snapshots_together(servers, server) -> None:
+    import torch.distributed as dist
+
+    store, whole = dist.HashStore(), model(1)
+    parts = [{name: tensor.tensor_split(2)[rank].clone() for name, tensor in whole.items()} for rank in range(2)]
+    trained = threading.Barrier(2)
+
+    def rank(number: int) -> list[PushReport]:
+        mine = parts[number]
+        starts = {name: number * parts[0][name].shape[0] for name in whole}
+        shards = {
+            name: LocalShard(tensor, whole[name].shape, (starts[name],) + (0,) * (tensor.dim() - 1))
+            for name, tensor in mine.items()
+        }
+        with client_of(servers, RankGroup(store, number, 2)) as client:
+            handles = []
+            for _ in range(3):
+                handles.append(client.push_weights_async(shards))
+                train(mine)
+                trained.wait(PATIENCE_S)
+            return [handle.wait() for handle in handles]
+
+    with ThreadPoolExecutor(2) as threads:
+        reports = list(threads.map(rank, range(2)))
+    assert [[report.version for report in of_rank] for of_rank in reports] == [["1", "2", "3"]] * 2
+    for _ in range(2):
+        train(whole)
+    server.expect(whole)
+    assert len(servers.agents) == 2
 
 
 @pytest.mark.server

@@ -3,6 +3,7 @@
     python benchmarks/gpu.py fidelity   # dense and MoE, bf16 and online FP8, CUDA graphs captured: equal to fresh?
     python benchmarks/gpu.py quantized  # quantized checkpoints, adapters, sleep mode: equal to fresh?
     python benchmarks/gpu.py speed      # a model of 16 GB: wire, pause and whole push against device copies
+    python benchmarks/gpu.py sharded    # a trainer of several ranks: equal, and how fast (options: gpu_sharded.py)
 
 All start `vllm serve` as a user does. `--device cpu` tries them out where there is no GPU. Needs vLLM, nixl and
 transformers; writes its checkpoints to a temporary folder, and what it prints to `--out` too, line by line.
@@ -22,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import gpu_equality
+import gpu_sharded
 import gpu_speed
 from gpu_servers import Report
 from harness.launcher import kill_session
@@ -49,6 +51,7 @@ def main() -> int:
         equal.add_argument("--only", default="", help="cases whose names contain one of these words, comma-separated")
         equal.add_argument("--slots", type=int, default=16, help="servers at once")
     gpu_speed.add_arguments(what.add_parser("speed", parents=[both]))
+    gpu_sharded.add_arguments(what.add_parser("sharded", parents=[both]))
     args = parser.parse_args()
     report = Report(args.out)
     signal.signal(signal.SIGTERM, lambda *_: give_up(report, "terminated"))
@@ -59,6 +62,8 @@ def main() -> int:
         try:
             if args.what == "speed":
                 fine = gpu_speed.run(args, Path(folder), report)
+            elif args.what == "sharded":
+                fine = gpu_sharded.run(args, Path(folder), report)
             else:
                 cases = gpu_equality.FIDELITY if args.what == "fidelity" else gpu_equality.QUANTIZED
                 words = [word.strip().lower() for word in args.only.split(",") if word.strip()]

@@ -23,7 +23,18 @@ import transformers as tf
 from safetensors.torch import save_file
 
 from fidelity.quantized import quantize
-from gpu_servers import TOKEN, Report, Server, difference, end_of, get, homes, root_cause, server, start_all
+from gpu_servers import (
+    TOKEN,
+    Report,
+    Server,
+    difference,
+    end_of,
+    fingerprint_difference,
+    homes,
+    root_cause,
+    server,
+    start_all,
+)
 from harness.checkpoints import _write_tokenizer, read_weights
 from harness.generation import Completion, completions
 from trainer_client import PushFailed, WeightClient
@@ -245,7 +256,7 @@ class _Pushes:
                 self._push(client, seed, mode)
                 self.rows[f"push {n + 1} {mode}"] = difference(self._generate(self._url), want[seed])
                 if seed == 2:
-                    self.rows[f"fingerprint {n + 1}"] = self._fingerprint()
+                    self.rows[f"fingerprint {n + 1}"] = fingerprint_difference(self._url, self.started["fresh"].url)
         self.note = f"{homes(self._url)} {self._kernels()}"
         return self
 
@@ -275,21 +286,6 @@ class _Pushes:
             except PushFailed as error:
                 code = error.report.servers[0].error_code if error.report else None
                 self.rows["push while asleep"] = "equal" if code == "asleep" else f"refused as {code}: {error}"[:300]
-
-    def _fingerprint(self) -> str:
-        """Against the fresh server's, path by path."""
-        from vllm_nixl_plugin.fingerprint import differences
-
-        found = [get(self.started[role].url, "/fingerprint") for role in ("pushed", "fresh")]
-        if None in found:
-            return "no such route"
-        lines = [
-            line
-            for pushed, fresh in zip(found[0]["workers"], found[1]["workers"], strict=True)
-            for line in differences(pushed["paths"], fresh["paths"])
-        ]
-        n_paths = sum(len(worker["paths"]) for worker in found[0]["workers"])
-        return "equal" if not lines else f"{len(lines)} of {n_paths} paths differ: " + " ; ".join(lines[:3])[:600]
 
     def _kernels(self) -> str:
         """What the server's output says of the kernels that it chose."""

@@ -15,9 +15,10 @@ import tempfile
 import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,11 @@ def synchronize(device: str | torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def median_s(action: Callable[[], None], times: int = 4) -> float:
-    """Median seconds of an action, after a first one."""
+def median_s(action: Callable[[], None], times: int = 4, before: Callable[[], Any] = lambda: None) -> float:
+    """Median seconds of an action, after a first one. ``before``: what comes first each time, and is not counted."""
     seconds = []
     for _ in range(times):
+        before()
         begin = time.perf_counter()
         action()
         seconds.append(time.perf_counter() - begin)
@@ -81,8 +83,9 @@ def copy_s(source: torch.Tensor, device: str) -> float:
     return median_s(copy)
 
 
-def copies_s(pairs: list[tuple[torch.Tensor, str]]) -> float:
-    """Seconds of copies at the same time, each of a tensor to a device, on streams of their own."""
+def copies_s(pairs: list[tuple[torch.Tensor, str]], before: Callable[[], Any] = lambda: None) -> float:
+    """Seconds of copies at the same time, each of a tensor to a device, on streams of their own. ``before``: see
+    `median_s`; a barrier there makes copies of several processes simultaneous."""
     targets = [torch.empty_like(source, device=device) for source, device in pairs]
     streams = [torch.cuda.Stream(source.device) if source.is_cuda else None for source, _ in pairs]
 
@@ -97,7 +100,7 @@ def copies_s(pairs: list[tuple[torch.Tensor, str]]) -> float:
     for source, device in pairs:
         synchronize(source.device)
         synchronize(device)
-    return median_s(copy)
+    return median_s(copy, before=before)
 
 
 def nccl_broadcast_s(source: torch.Tensor, device: str) -> float:
@@ -256,7 +259,7 @@ class OwnEngine:
         with ThreadPoolExecutor(len(self._http)) as pool:
             list(pool.map(lambda http: self._post_one(http, path, body), self._http))
 
-    def push_s(self, weights: dict[str, torch.Tensor]) -> float:
+    def push_s(self, weights: Weights) -> float:
         """Seconds from pause to serving again."""
         begin = time.perf_counter()
         self._post("/pause?mode=keep")
@@ -265,26 +268,37 @@ class OwnEngine:
             from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
             info = {
-                "names": list(weights),
-                "dtype_names": [str(t.dtype).removeprefix("torch.") for t in weights.values()],
-                "shapes": [list(t.shape) for t in weights.values()],
+                "names": list(weights.shapes),
+                "dtype_names": [weights.dtype] * len(weights.shapes),
+                "shapes": list(weights.shapes.values()),
                 "packed": True,
             }
             with ThreadPoolExecutor(1) as pool:
                 updated = pool.submit(self._post, "/update_weights", {"update_info": info})
-                NCCLWeightTransferEngine.trainer_send_weights(
-                    iter(weights.items()), {"group": self._group, "packed": True}
-                )
+                NCCLWeightTransferEngine.trainer_send_weights(weights.tensors(), {"group": self._group, "packed": True})
                 updated.result()
         else:
             from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 
-            IPCWeightTransferEngine.trainer_send_weights(
-                iter(weights.items()), {"send_mode": "http", "url": self._urls[0]}
-            )
+            IPCWeightTransferEngine.trainer_send_weights(weights.tensors(), {"send_mode": "http", "url": self._urls[0]})
         self._post("/finish_weight_update")
         self._post("/resume")
         return time.perf_counter() - begin
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Whole weights, for vLLM's own engines: shapes by name, their one dtype, and the tensors, one after the other."""
+
+    shapes: dict[str, list[int]]
+    dtype: str
+    tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]]
+
+    @classmethod
+    def of(cls, weights: dict[str, torch.Tensor]) -> Weights:
+        """Those of a dict."""
+        [dtype] = {str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()}
+        return cls({name: list(t.shape) for name, t in weights.items()}, dtype, lambda: iter(weights.items()))
 
 
 def free_port() -> int:

@@ -68,11 +68,13 @@ def server(
     log: Path | None = None,
     tensor_parallel: int = 1,
     data_parallel: int = 1,
+    graphs: tuple[int, ...] = (1, 2, 4),
     **env: str,
 ) -> Server:
     """A server on GPUs, as a user starts it, compiled and with CUDA graphs unless ``eager``; or on a CPU.
 
-    ``memory``: the part of the GPU's memory that must be free at the start; the KV cache is 64 MiB in any case.
+    ``memory``: the part of the GPU's memory that must be free at the start; the KV cache is 64 MiB in any case;
+    ``graphs``: the batches that CUDA graphs are captured for.
     """
     env = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)} | env
     parallel: dict[str, Any] = {"tensor_parallel": tensor_parallel, "data_parallel": data_parallel}
@@ -81,7 +83,7 @@ def server(
     # More threads are of no use to layers of this size, and many servers start at once.
     env = {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "4", "PYTHONPATH": python_path()} | env
     if not eager:
-        args = ("--compilation-config", '{"cudagraph_capture_sizes":[1,2,4]}', *args)
+        args = ("--compilation-config", json.dumps({"cudagraph_capture_sizes": graphs}), *args)
     args = ("--gpu-memory-utilization", str(memory), "--no-enable-prefix-caching", *args)
     options = EngineOptions(eager=eager, launch="exec", args=args, **parallel)
     return Server(model, options, plugin=plugin, grant_amx=False, env=env, log=log, start_timeout_s=360)
@@ -135,12 +137,28 @@ def get(url: str, path: str, timeout_s: float = 120) -> Any:
 
 
 def homes(url: str) -> dict[str, int]:
-    """Bytes by home of the plan that the server used last, all workers together."""
+    """Bytes by home of the plan that the server used last, all workers together; ``planned``: what is sent for it."""
     sums: dict[str, int] = {}
     for worker in get(url, "/plan")["workers"]:
-        for home, nbytes in worker["nbytes_by_home"].items():
+        for home, nbytes in (worker["nbytes_by_home"] | {"planned": worker.get("nbytes", 0)}).items():
             sums[home] = sums.get(home, 0) + nbytes
     return sums
+
+
+def fingerprint_difference(url: str, fresh: str) -> str:
+    """Equal, or on which paths the fingerprints of two servers differ."""
+    from vllm_nixl_plugin.fingerprint import differences
+
+    found = [get(one, "/fingerprint") for one in (url, fresh)]
+    if None in found:
+        return "no such route"
+    lines = [
+        line
+        for ours, theirs in zip(found[0]["workers"], found[1]["workers"], strict=True)
+        for line in differences(ours["paths"], theirs["paths"])
+    ]
+    n_paths = sum(len(worker["paths"]) for worker in found[0]["workers"])
+    return "equal" if not lines else f"{len(lines)} of {n_paths} paths differ: " + " ; ".join(lines[:3])[:600]
 
 
 def difference(found: Sequence[Completion], fresh: Sequence[Sequence[Completion]]) -> str:

@@ -137,11 +137,12 @@ def _pushes(args: argparse.Namespace, made: Server, weights: dict[str, torch.Ten
     if args.baseline:
         try:
             engine = measure.OwnEngine([made.url], args.baseline)
-            found["own"] = statistics.median([engine.push_s(weights) for _ in range(4)][1:])
+            whole = measure.Weights.of(weights)
+            found["own"] = statistics.median([engine.push_s(whole) for _ in range(4)][1:])
             with measure.Stream(made.url) as stream:
-                engine.push_s(weights)
+                engine.push_s(whole)
                 begin = time.perf_counter()
-                engine.push_s(weights)
+                engine.push_s(whole)
                 time.sleep(0.3)
                 found["own_gap"] = stream.longest(begin)
         except Exception as error:  # noqa: BLE001 - the rest of the table stands without it

@@ -14,7 +14,7 @@ import harness
 from fake_server import TOKEN, FakeServer, Servers, model
 from harness import Server, completions, reference
 from trainer_client import LocalShard, PushFailed, PushReport, RankGroup, ServerProgress, WeightClient
-from trainer_client.asynchronous import Snapshot
+from trainer_client.asynchronous import Snapshot, _fits, queued
 from trainer_client.sources import collect
 from vllm_nixl_plugin import errors
 
@@ -271,6 +271,48 @@ def test_ranks_of_a_trainer_push_their_snapshots_together(servers, server) -> No
         train(whole)
     server.expect(whole)
     assert len(servers.agents) == 2
+
+
+def on_gpu(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same, as the result of kernels that have hardly begun."""
+    moved = {name: torch.zeros_like(tensor, device="cuda") for name, tensor in weights.items()}
+    torch.cuda._sleep(1 << 28)
+    for name, tensor in weights.items():
+        moved[name].copy_(tensor)
+    return moved
+
+
+@pytest.mark.gpu
+def test_a_snapshot_on_a_gpu_is_taken_between_what_was_queued_before_and_after() -> None:
+    before = model(1)
+    weights, snapshot = on_gpu(before), Snapshot()
+    torch.cuda._sleep(1 << 28)
+    sources = collect(weights)
+    taken = snapshot.take(sources)
+    ready = queued(storage.device for storage in sources.storages)
+    train(weights)
+    ready()
+    with torch.cuda.stream(torch.cuda.Stream()):  # one that waits for nothing
+        for shard, owner in zip(taken.shards, taken.owners, strict=True):
+            found = torch.empty(0, device="cuda").set_(owner, 0, shard.shape)
+            assert torch.equal(found.cpu(), before[shard.name]), shard.name
+    assert taken.geometry() == sources.geometry()
+    assert snapshot.take(sources).places() == taken.places()
+
+
+@pytest.mark.gpu
+def test_a_snapshot_that_does_not_fit_on_the_gpu_lies_in_pinned_memory(client, server, monkeypatch) -> None:
+    assert _fits("cuda:0", 1 << 20)
+    assert not _fits("cuda:0", torch.cuda.mem_get_info()[0])
+    monkeypatch.setattr("trainer_client.asynchronous._fits", lambda device, nbytes: False)
+    for seed in (1, 2):
+        weights = on_gpu(model(seed))
+        handle = client.push_weights_async(weights)
+        train(weights)
+        handle.wait()
+        server.expect(model(seed))
+    assert {storage.device for storage in client._memory.sources.storages} == {"cpu"}
+    assert all(torch.empty(0, dtype=torch.uint8).set_(o).is_pinned() for o in client._memory.sources.owners)
 
 
 @pytest.mark.server

@@ -21,6 +21,7 @@ from vllm_nixl_plugin.errors import PlanRefused
 from vllm_nixl_plugin.fabric import Fabric, Region, Registration
 from vllm_nixl_plugin.memory import Arena
 from vllm_nixl_plugin.planning import Fill
+from vllm_nixl_plugin.remainder import Remainder
 from vllm_nixl_plugin.settings import WorkerSettings
 from vllm_nixl_plugin.wire import Binding, Mode
 
@@ -35,8 +36,7 @@ class Binder:
         self.agent: Fabric | None = None
         self.incarnation = uuid.uuid4().hex
         self.arena: Arena | None = None
-        self.base_complete = False
-        """Whether the shadows hold all of the weights that serve, so that a partial push may write into them."""
+        self.remainder = Remainder()
         self._registered: dict[tuple[int, int], Registration] = {}
         self._bound: dict[tuple[int, Mode], tuple[tuple[int, ...], Binding]] = {}
         self._condemned: list[list[torch.Tensor]] = []
@@ -68,10 +68,12 @@ class Binder:
         served = {p.key: p.model.live_storage(p.destination) for p in places if p.live}
         addresses = tuple(t.data_ptr() for t in served.values())
         in_arena = [p for p in places if mode == "shadow" or not p.live]
-        self._check_base(held)
+        beyond = self.remainder.check(held)
         agent = self.open_agent()
-        arena.reserve((p.key, p.destination.nbytes) for p in in_arena)
+        arena.reserve([*((p.key, p.destination.nbytes) for p in in_arena), *beyond])
+        self.remainder.fill(held, arena)
         self._prefill(held, in_arena, served)
+        self.remainder.exposed(held, mode)
         before = self._bound.get((id(held), mode))
         if before is not None and before[0] == addresses:
             return before[1]
@@ -91,28 +93,15 @@ class Binder:
         self._bound[id(held), mode] = (addresses, binding)
         return binding
 
-    def _check_base(self, held: Held) -> None:
-        """A partial plan leaves bytes to what is there now, so there must be shadows that hold them."""
-        if self.base_complete or not held.partial:
-            return
-        lacking = [p.destination.names[0] for p in held.places if p.destination.home == "shadow"]
-        if lacking:
-            raise PlanRefused(
-                f"a partial push into {', '.join(lacking[:5])} needs the other weights of these layers and of their "
-                "neighbours as they were loaded, and this worker no longer has them. Push all weights once with "
-                "mode='shadow', then partially.",
-                layers=lacking[:1000],
-            )
-
     def _prefill(self, held: Held, places: list[Place], served: Mapping[Key, torch.Tensor]) -> None:
         """Write into shadows, once per plan and memory, the bytes that no weight writes.
 
-        Under a partial plan these are today's: already there after a full push, else those of the live home.
+        Under a partial plan these are today's: already there in a shadow that is whole, else those of the live home.
         """
         assert self.arena is not None
         for place in places:
             key = place.key
-            if not place.fills or (held.partial and self.base_complete):
+            if not place.fills or (held.partial and self.remainder.is_whole(key)):
                 continue
             target = self.arena[key]
             done = (id(held), target.data_ptr())
@@ -149,7 +138,7 @@ class Binder:
             self._condemned.append(self.arena.blocks)
             self.arena = None
         self._prefilled = {}
-        self.base_complete = False
+        self.remainder.forget()
 
 
 def _fill(target: torch.Tensor, fill: Fill, source: Any, dtype: torch.dtype | None) -> None:

@@ -41,6 +41,14 @@ class Part:
     model: LoadedModel
     plan: WorkerPlan
     places: tuple[Place, ...]
+
+    @property
+    def processed(self) -> set[str]:
+        """Modules on which vLLM's processing has to run: those with a shadow home, and those that derive tensors."""
+        shadows = {n.rpartition(".")[0] for d in self.plan.destinations if d.home == "shadow" for n in d.names}
+        if not shadows and not self.plan.fallback:
+            return set()
+        return {p for p in shadows | self.model.record.derived if p in self.model.twin.modules}
     self_check: Mapping[str, Any]
 
 

@@ -89,7 +89,7 @@ class Installer:
         captured = self._captured()
         engines = set() if captured else graph.memory_held(getattr(self.worker, "model_runner", None))
         pairing = Pairing(record.state, captured=captured, engines=engines)
-        paths = _processed_paths(part)
+        paths = part.processed
         written = {n.rpartition(".")[0] for d in part.plan.destinations for n in d.names if d.home != "source"}
         served = record.served()
         if paths:
@@ -131,8 +131,7 @@ class Installer:
                 for path, _, value in change.rebinds:
                     model.record.state[path] = state_of(value)
             self.release()
-        whole = mode == "shadow" or not any(d.home == "live" for d in held.plan.destinations)
-        self.binder.base_complete = whole and (self.binder.base_complete or not held.partial)
+        self.binder.remainder.installed(held, mode)
         clock.lap("release")
         return prepared.seconds
 
@@ -184,9 +183,9 @@ class Installer:
                     wanted[storage] = arena[key].clone()
                 elif place is not None:
                     wanted[storage] = model.live_storage(place.destination).clone()
-                elif held.partial and key in arena:  # what the last full push brought
+                elif held.partial and self.binder.remainder.is_whole(key):
                     wanted[storage] = arena[key].clone()
-                elif info.value is None and path in served:
+                elif path in served and (info.value is None or (held.partial and model.is_live(info.names))):
                     today = dict(graph.tensors(served[path])).get(name)
                     if today is not None and today.untyped_storage().nbytes() == info.nbytes:
                         wanted[storage] = graph.raw_bytes(today).clone()
@@ -201,14 +200,6 @@ class Installer:
         device = self.binder.device()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-
-
-def _processed_paths(part: Part) -> set[str]:
-    """Modules on which vLLM's processing has to run: those with a shadow home, and those that derive tensors."""
-    shadows = {n.rpartition(".")[0] for d in part.plan.destinations if d.home == "shadow" for n in d.names}
-    if not shadows and not part.plan.fallback:
-        return set()
-    return {p for p in shadows | part.model.record.derived if p in part.model.twin.modules}
 
 
 class _Clock:

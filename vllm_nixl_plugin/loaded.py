@@ -8,6 +8,7 @@ that it is live.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -17,7 +18,13 @@ from vllm_nixl_plugin import graph
 from vllm_nixl_plugin.errors import PlanRefused, UnknownPlan
 from vllm_nixl_plugin.loadtrace import LoadTrace, trace_load
 from vllm_nixl_plugin.model import LoadRecord, geometry_of, record_of
-from vllm_nixl_plugin.planning import Planned, check_against_checkpoint, make_plan, refuse_missing
+from vllm_nixl_plugin.planning import (
+    Planned,
+    TracedDestination,
+    check_against_checkpoint,
+    make_plan,
+    refuse_missing,
+)
 from vllm_nixl_plugin.selfcheck import SelfCheck, demote
 from vllm_nixl_plugin.settings import self_check_mode
 from vllm_nixl_plugin.tracing import Constant, Creation, Opaque, Source
@@ -34,7 +41,7 @@ class LoadedModel:
         self.number = number
         self.model = model
         self._record = record_of(model)
-        self._baseline: LoadTrace | None = None
+        self._baseline: tuple[TracedDestination, ...] | None = None
         self._check: SelfCheck | None = None
 
     @property
@@ -64,9 +71,7 @@ class LoadedModel:
         baseline = None
         if not manifest.partial and not same:
             if record.checkpoint:
-                if self._baseline is None:
-                    self._baseline = trace_load(twin, record.checkpoint, record.live)
-                baseline = {t.key: t.pieces for t in self._baseline.destinations}
+                baseline = {t.key: t.pieces for t in self.baseline()}
             else:
                 refuse_missing(self._unwritten(found))
         ignorable = {w.name for w in record.checkpoint}
@@ -77,6 +82,17 @@ class LoadedModel:
         if findings.demoted:
             planned = make_plan(manifest, demote(found.destinations, findings.demoted, twin), baseline, ignorable)
         return replace(planned, self_check=findings.as_dict())
+
+    def baseline(self) -> tuple[TracedDestination, ...]:
+        """Where vLLM's loader puts the server's own checkpoint; nothing, where there is none."""
+        if self._baseline is None:
+            weights = self.record.checkpoint
+            self._baseline = trace_load(self.twin, weights, self.record.live).destinations if weights else ()
+        return self._baseline
+
+    def is_live(self, names: Iterable[str]) -> bool:
+        """Whether kernels read the storage of these parameters as it was loaded."""
+        return all(name in self.record.live for name in names)
 
     def _refuse_shared(self, found: LoadTrace) -> None:
         """Weights that vLLM has tied after loading, because they were equal, cannot take different values again."""

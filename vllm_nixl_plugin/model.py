@@ -55,6 +55,8 @@ class LoadRecord:
     """The reason, for every tensor that is not live."""
     derived: set[str] = field(default_factory=set)
     """Paths of modules in which processing made tensors that were not there before."""
+    digests: dict[str, int] = field(default_factory=dict)
+    """Checksums of tensors as they were loaded, before any processing, by path."""
     state: dict[str, Any] = field(default_factory=dict)
     """Geometry of tensors and plain values, by path, when loading ended: what differs later is the engine's."""
     modules: dict[str, weakref.ref[nn.Module]] = field(default_factory=dict)
@@ -114,6 +116,14 @@ def digest(tensor: torch.Tensor) -> int:
     return total
 
 
+def read_checkpoint(record: LoadRecord, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The checkpoint that the model was loaded from, read once more, by the loader that vLLM has for it."""
+    from vllm.model_executor.model_loader import get_model_loader
+
+    loader: Any = get_model_loader(record.vllm_config.load_config)
+    yield from loader.get_all_weights(record.model_config, model)
+
+
 class _Recorder:
     """Watches one `load_model` call of a loader."""
 
@@ -157,6 +167,7 @@ class _Recorder:
             else:
                 record.live.add(path)
         record.checkpoint = list(self.checkpoint.values())
+        record.digests = {path: fact.digest for path, fact in self.facts.items()}
 
 
     def _why_not_live(self, fact: _Fact | None, tensor: torch.Tensor) -> str:

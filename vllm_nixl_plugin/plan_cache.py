@@ -79,6 +79,12 @@ class PlanCache:
             self._jobs.move_to_end(key)
         return made
 
+    def drop(self, plan: str) -> None:
+        """Plan anew when the manifest comes again: the worker is no longer as it was planned for."""
+        with self._lock:
+            for key in [key for key, job in self._jobs.items() if job.made and job.made.digest == plan]:
+                del self._jobs[key]
+
     def read(self, plan: str, offset: int) -> dict[str, Any]:
         """A piece of the encoded plan: ``{"data": bytes, "nbytes": total}``."""
         blob = self.get(plan).blob

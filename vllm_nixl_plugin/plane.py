@@ -73,6 +73,7 @@ class WorkerPlane:
         with self._lock:
             self._refuse_what_would_go_wrong()
             held = compose(manifest, [(self.target, self.target.plan(manifest))])
+            self.binder.remainder.load(held)
             self._held[id(held.plan)] = held
             while len(self._held) > _MAX_PLANS:
                 self.binder.forget(self._held.popitem(last=False)[1])
@@ -184,8 +185,7 @@ class WorkerPlane:
     # Ends of updates
 
     def discard(self, plan: WorkerPlan, mode: Mode) -> None:
-        """The update ended without an install: the shadows hold a mixture, no base for a partial push."""
-        self.binder.base_complete = False
+        """The update ended without an install."""
         if self.installer.prepared is not None:
             self.installer.release()
 

@@ -305,7 +305,11 @@ class WorkerSession:
             self.plane.fence()
             self.undrained, self._writers = None, ()
         self.plane.notifications()
-        binding = self.plane.bind(cached.plan, mode)
+        try:
+            binding = self.plane.bind(cached.plan, mode)
+        except errors.UnknownPlan:
+            self.plans.drop(plan)
+            raise
         digest = binding.digest()
         update = Update(update_id, epoch, version, mode, holder, cached, self.plane.incarnation(), tuple(writers))
         update.step = "opening" if mode == "in_place" else None

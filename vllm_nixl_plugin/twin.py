@@ -211,6 +211,16 @@ class Twin:
             return info.value.clone().untyped_storage()
         return torch.empty(info.nbytes, dtype=torch.uint8, device="meta").untyped_storage()
 
+    def made_anew(self, key: int) -> torch.Tensor:
+        """Memory for a storage, with what it holds at creation, as far as that is defined."""
+        info = self.storages[key]
+        if isinstance(info.value, torch.Tensor):
+            return info.value.clone()
+        made = torch.empty(info.nbytes, dtype=torch.uint8, device=info.device)
+        if info.value is not None:
+            made.view(info.dtype).fill_(info.value)
+        return made
+
     def destination_tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers of the twin by path, shared modules left out."""
         return {

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_nixl_plugin.errors import PushWeightsError, UnknownPlan
+from vllm_nixl_plugin.errors import PushWeightsError, UnknownPlan, said
 from vllm_nixl_plugin.wire import Manifest, WorkerPlan, encode_plan
 
 logger = logging.getLogger("vllm.nixl_plugin")
@@ -108,4 +108,4 @@ class PlanCache:
             job.error = error
         except Exception as error:
             logger.exception("planning for manifest %s failed", digest[:16])
-            job.error = PushWeightsError(f"planning failed with {type(error).__name__}: see the log of the worker")
+            job.error = PushWeightsError(f"planning failed: {said(error)}; see the log of the worker")

@@ -576,7 +576,7 @@ class WorkerSession:
     def _failed_install(self, update: Update, error: Exception) -> errors.PushWeightsError:
         if not isinstance(error, errors.PushWeightsError):
             logger.error("install of update %s failed on worker %d", update.id, self.worker, exc_info=error)
-            error = errors.InstallFailed(f"worker {self.worker}: {type(error).__name__}: see its log")
+            error = errors.InstallFailed(f"worker {self.worker}: {errors.said(error)}; see its log")
         with self._lock:
             update.install_error = error
             self.torn |= update.mode == "in_place" or not error.details.get("untouched", False)

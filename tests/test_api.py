@@ -989,6 +989,29 @@ def test_a_killed_servers_socket_is_swept_and_a_living_ones_is_not(tmp_path: Pat
         each.close()
 
 
+def test_an_api_process_that_ends_removes_the_socket_of_a_judge_that_is_gone(
+    engines: FakeEngines, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    at_exit: list[tuple[Any, ...]] = []
+    monkeypatch.setattr("atexit.register", lambda *call, **_: at_exit.append(call))
+    folder = tmp_path / f"{channel.PREFIX}x"
+    folder.mkdir()
+    with socket.socket(socket.AF_UNIX) as judge:
+        judge.bind(str(folder / "s"))
+        judge.listen()
+        monkeypatch.setattr(channel, "serve", lambda session: {"path": str(folder / "s")})
+
+        async def test(server: Server) -> None:
+            await server.updates.engine.start()
+
+        asyncio.run(test(Server(engines)))
+        [(remove, path)] = set(at_exit)
+        remove(path)
+        assert folder.exists()
+    remove(path)
+    assert not folder.exists()
+
+
 def test_the_engine_is_asked_when_the_channel_is_gone(engines: FakeEngines, tmp_path: Path) -> None:
     async def test(server: Server) -> None:
         server.updates.engine._channel = str(tmp_path / "nowhere")
@@ -1060,7 +1083,6 @@ def test_stale_and_unknown_ids_are_refused(engines: FakeEngines) -> None:
 
 def test_plans_come_in_binary_or_readable_and_metadata_has_no_address(engines: FakeEngines) -> None:
     async def test(server: Server) -> None:
-        assert (await server.http.get("/plan")).json()["error"]["code"] == "unknown_plan"
         plans = await server.plan()
         assert len(plans) == 4
         assert len(set(plans)) == 2
@@ -1140,6 +1162,27 @@ def test_a_fingerprint_is_refused_where_one_worker_sleeps(engines: FakeEngines) 
         assert (await server.http.get("/fingerprint?worker=1")).status_code == 200
 
     alone(test, engines)
+
+
+def test_before_the_first_push_the_plan_is_that_of_the_servers_own_checkpoint(
+    engines: FakeEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(server: Server) -> None:
+        got = await server.http.get("/plan")
+        assert [w["nbytes"] for w in got.json()["workers"]] == [NBYTES] * 4
+        await server.http.get("/plan")
+        assert [plane.log.count("make_plan") for plane in engines.planes] == [1] * 4
+        got = await server.http.get("/plan", params={"digest": "ab" * 32})
+        assert (got.status_code, got.json()["error"]["code"]) == (409, "unknown_plan")
+
+    alone(test, engines)
+
+    async def without_a_checkpoint(server: Server) -> None:
+        got = await server.http.get("/plan")
+        assert (got.status_code, got.json()["error"]["code"]) == (409, "unknown_plan")
+
+    monkeypatch.setattr("fake_plane.FakePlane.checkpoint", lambda self: [])
+    alone(without_a_checkpoint, FakeEngines(1, 1, monkeypatch))
 
 
 def test_a_refused_plan_names_the_worker(engines: FakeEngines) -> None:

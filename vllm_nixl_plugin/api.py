@@ -114,7 +114,7 @@ async def metadata(request: Request) -> Response:
 
 @router.get("/plan")
 async def plan_summary(request: Request, digest: Annotated[str | None, Query(max_length=64)] = None) -> Response:
-    """A plan for people: the one used last, or that of ``digest``."""
+    """A plan for people: the one used last (at first, for the server's own checkpoint), or that of ``digest``."""
     return JSONResponse({"workers": await publish.summaries(_updates(request).engine, digest)})
 
 

@@ -27,7 +27,7 @@ from vllm_nixl_plugin.session import WorkerSession
 from vllm_nixl_plugin.worker import CHANNEL_ACTIONS, answer
 
 PREFIX = "nixl-push-"
-SWEEP_AGE_S = 60.0
+SWEEP_AGE_S = 5.0
 MAX_REQUEST_BYTES = 16 << 10
 MAX_ANSWER_BYTES = 4 << 20
 IDLE_S = 5.0
@@ -83,15 +83,21 @@ def serve(session: WorkerSession) -> dict[str, str]:
 def _sweep(where: Path) -> None:
     """Remove what killed servers left: vLLM kills its engines at shutdown, without their exit handlers."""
     for path in where.glob(f"{PREFIX}*/s"):
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
-            owner = path.stat()
-            if owner.st_uid != os.geteuid() or time.time() - owner.st_mtime < SWEEP_AGE_S:
-                continue
-            try:
-                probe.settimeout(1)
-                probe.connect(str(path))
-            except ConnectionRefusedError:
-                shutil.rmtree(path.parent, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > SWEEP_AGE_S:
+                remove_dead(str(path))
+
+
+def remove_dead(path: str) -> None:
+    """Remove a socket of ours with its folder, if nobody listens there any more."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+        if Path(path).stat().st_uid != os.geteuid() or not Path(path).parent.name.startswith(PREFIX):
+            return
+        try:
+            probe.settimeout(1)
+            probe.connect(path)
+        except ConnectionRefusedError:
+            shutil.rmtree(Path(path).parent, ignore_errors=True)
 
 
 class ChannelClosed(Exception):

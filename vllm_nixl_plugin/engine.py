@@ -7,6 +7,7 @@ workers of the first engine only, and `pause_generation` ends in a sleep of 20 m
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import uuid
 from typing import Any
@@ -139,6 +140,8 @@ class Engine:
     async def _learn_channel(self) -> None:
         found = (await self.call_all("channel"))[0]["result"]
         self._channel = found["path"] if found else None
+        if self._channel is not None:
+            atexit.register(channel.remove_dead, self._channel)  # vLLM kills its engines without their exit handlers
 
     async def _in_engines(self, method: str, *args: Any) -> list[Any]:
         """The answer of every engine; by the client's own method, which asks the first, where there is no other way."""

@@ -30,6 +30,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+MAX_TEXT = 500
+
 
 class PushWeightsError(Exception):
     """Base of all errors. ``details`` holds plain JSON values only."""
@@ -169,6 +171,12 @@ class RegistrationFailed(FabricError):
     """Memory that NIXL cannot register."""
 
     code = "registration_failed"
+
+
+def said(error: BaseException) -> str:
+    """An unexpected error of a worker in one line, for the holder of the token: class and message, no traceback."""
+    line = next(iter(str(error).strip().splitlines()), "")[:MAX_TEXT]
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__
 
 
 def _classes() -> dict[str, type[PushWeightsError]]:

@@ -6,8 +6,11 @@ Both entry points carry the name ``nixl``, because ``VLLM_PLUGINS`` filters all 
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger("vllm.nixl_plugin")
@@ -17,7 +20,11 @@ EXTENSION = "vllm_nixl_plugin.NixlWorkerExtension"
 
 @cache
 def register() -> None:
-    """Entry point of ``vllm.general_plugins``: in every process, possibly more than once; no device work."""
+    """Entry point of ``vllm.general_plugins``: in every process, possibly more than once; no device work.
+
+    Errors: MissingToken, which ends the start of a server.
+    """
+    _refuse_early()
     _allow_amx()
     # The loader hook: records each model's state at creation, before its weights are loaded.
     from vllm_nixl_plugin.model import install_hook
@@ -68,6 +75,17 @@ def check_extension(engine_client: Any, args: Any) -> None:
     cls = getattr(import_module(module), name, None) if module else None
     if not callable(getattr(cls, RPC, None)):
         raise RuntimeError(f"weight updates need --worker-extension-cls {EXTENSION} (it is {given!r})")
+
+
+def _refuse_early() -> None:
+    """vLLM starts our routes when the model is loaded. A server that could not start them is told before that."""
+    script = Path(sys.argv[0]).name
+    command = script in ("vllm", "main.py") or script.startswith("vllm.")  # by its script, or as a module
+    serves = script == "api_server.py" or (command and sys.argv[1:2] == ["serve"])
+    if serves and "--headless" not in sys.argv and "nixl" in os.environ.get("VLLM_PLUGINS", "").split(","):
+        from vllm_nixl_plugin import settings
+
+        settings.check_token()
 
 
 def _allow_amx() -> None:

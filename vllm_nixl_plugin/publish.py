@@ -13,8 +13,8 @@ from collections import OrderedDict
 from typing import Any
 
 from vllm_nixl_plugin import errors
-from vllm_nixl_plugin.engine import Engine
-from vllm_nixl_plugin.wire import Checkpoint, Fingerprint, PlannedWorker, WeightSpec, WorkerFingerprint
+from vllm_nixl_plugin.engine import Answer, Engine, error_of
+from vllm_nixl_plugin.wire import Checkpoint, Fingerprint, Manifest, PlannedWorker, WeightSpec, WorkerFingerprint
 
 FIRST_POLL_S = 0.005
 SLOWEST_POLL_S = 0.2
@@ -48,14 +48,7 @@ async def make_plans(
 
     Errors: PlanRefused of the first worker that refuses, DeadlineExceeded.
     """
-    deadline, pause_s = time.monotonic() + timeout_s, FIRST_POLL_S
-    answers = await engine.call_all("plan_start", {"digest": digest, "manifest": manifest})
-    while any(a["result"] is None for a in answers):
-        if time.monotonic() > deadline:
-            raise errors.DeadlineExceeded(f"planning took more than {timeout_s:.0f} s; it goes on: ask again")
-        await asyncio.sleep(pause_s)
-        pause_s = min(pause_s * 2, SLOWEST_POLL_S)
-        answers = await engine.call_all("plan_poll", {"digest": digest})
+    answers = await _planned(engine, digest, manifest, timeout_s)
     workers = tuple(
         PlannedWorker(worker=a["worker"], plan=a["result"]["plan"], incarnation=a["incarnation"]) for a in answers
     )
@@ -67,12 +60,21 @@ async def make_plans(
     return workers, {plan: (blobs | read)[plan] for plan in sizes}
 
 
-async def summaries(engine: Engine, plan: str | None) -> list[dict[str, Any]]:
-    """The plan with this digest, or that used last, of every worker that holds it, for people. Errors: UnknownPlan."""
+async def summaries(engine: Engine, plan: str | None, timeout_s: float = 600.0) -> list[dict[str, Any]]:
+    """The plan with this digest of every worker that holds it, for people. Without a digest, that used last; before
+    the first push, that of the server's own checkpoint, planned for it now.
+
+    Errors: UnknownPlan, PlanRefused, DeadlineExceeded.
+    """
     answers = await engine.call_all("plan_summary", {"plan": plan}, check=False)
+    if plan is None and not any(a["ok"] for a in answers):
+        manifest = Manifest(weights=(await checkpoint(engine)).weights)
+        if manifest.weights:
+            await _planned(engine, manifest.digest(), manifest.model_dump_json().encode(), timeout_s)
+            answers = await engine.call_all("plan_summary", {"plan": plan}, check=False)
     found = [a["result"] | {"worker": a["worker"]} for a in answers if a["ok"]]
     if not found:
-        await engine.call_all("plan_summary", {"plan": plan})
+        raise error_of(answers[0])
     return found
 
 
@@ -122,6 +124,19 @@ async def metadata(engine: Engine) -> list[dict[str, Any]]:
         {"worker": a["worker"], "incarnation": a["incarnation"], "state": a["state"], **a["result"]["server"]}
         for a in answers
     ]
+
+
+async def _planned(engine: Engine, digest: str, manifest: bytes, timeout_s: float) -> list[Answer]:
+    """Have all workers plan, each in a thread of its own; what `plan_poll` answers when they have."""
+    deadline, pause_s = time.monotonic() + timeout_s, FIRST_POLL_S
+    answers = await engine.call_all("plan_start", {"digest": digest, "manifest": manifest})
+    while any(a["result"] is None for a in answers):
+        if time.monotonic() > deadline:
+            raise errors.DeadlineExceeded(f"planning took more than {timeout_s:.0f} s; it goes on: ask again")
+        await asyncio.sleep(pause_s)
+        pause_s = min(pause_s * 2, SLOWEST_POLL_S)
+        answers = await engine.call_all("plan_poll", {"digest": digest})
+    return answers
 
 
 async def _read(engine: Engine, sizes: dict[str, int], workers: tuple[PlannedWorker, ...]) -> dict[str, bytes]:

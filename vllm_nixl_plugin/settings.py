@@ -41,12 +41,15 @@ def self_check_mode() -> str:
 
 
 def check_startup() -> None:
-    """Errors: MissingToken, when no token can be read and anonymous use is not allowed."""
-    if _anonymous():
-        if _token() is None:
-            logger.warning("PUSH_WEIGHTS_ALLOW_ANONYMOUS=1: whoever reaches this server can take over its workers")
-        return
+    """`check_token`, and a warning where anonymous use is allowed."""
+    check_token()
     if _token() is None:
+        logger.warning("PUSH_WEIGHTS_ALLOW_ANONYMOUS=1: whoever reaches this server can take over its workers")
+
+
+def check_token() -> None:
+    """Errors: MissingToken, when no token can be read and anonymous use is not allowed."""
+    if _token() is None and not _anonymous():
         raise MissingToken(
             "weight updates need a token: set PUSH_WEIGHTS_TOKEN or PUSH_WEIGHTS_TOKEN_FILE (a non-empty file), or "
             "PUSH_WEIGHTS_ALLOW_ANONYMOUS=1 where nobody else can reach this server"

@@ -82,7 +82,7 @@ def _new_session(worker: Any) -> WorkerSession:
 
 def _error(error: Exception) -> dict[str, Any]:
     if not isinstance(error, errors.PushWeightsError):
-        error = errors.WorkerFailed(f"unexpected {type(error).__name__} in a worker: see the server's log")
+        error = errors.WorkerFailed(f"unexpected error in a worker: {errors.said(error)}; see its log")
     return dict(plain(error.to_wire()["error"]))
 
 

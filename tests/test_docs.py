@@ -18,6 +18,7 @@ from harness import TOKEN, Server, completions, reference, servers
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+EXAMPLES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "examples").glob("*.py"))
 TAUGHT = ["README.md", "docs/quickstart.md"]  # their Python runs, block after block
 BLOCK = re.compile(r"^ *```(\w*)(?: (\w+))?\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 
@@ -52,7 +53,7 @@ def test_every_link_within_the_repository_leads_somewhere(page: str) -> None:
             assert anchor in [re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings], target
 
 
-@pytest.mark.parametrize("page", [*NAMES, "examples/demo.py", "examples/trl_grpo.py"])
+@pytest.mark.parametrize("page", [*NAMES, *EXAMPLES])
 def test_no_page_knows_the_machine_it_was_written_on(page: str) -> None:
     text = (ROOT / page).read_text()
     found = re.findall(

@@ -1,6 +1,7 @@
 """One rank of a sharded trainer, as a process that does what `gpu_sharded` asks of it, and the pipes to it.
 
-    with Trainer(["cuda:0", "cuda:1"]) as trainer:
+    with Trainer(["cuda:0", "cuda:1"], log) as trainer:
+        trainer.wait()
         trainer.all("load", checkpoint=path)
         pushes = trainer.all("push", servers=[url], mode="shadow", times=3)[0]
 
@@ -204,6 +205,9 @@ class Trainer:
                 os.close(theirs_out)
                 self._requests.append(os.fdopen(ours_out, "w"))
                 self._answers.append(os.fdopen(ours_in))
+
+    def wait(self) -> None:
+        """Until all ranks are there. Errors: RankFailed."""
         self._take(180)
 
     def all(self, do: str, timeout_s: float = 240, **arguments: Any) -> list[Any]:
@@ -241,6 +245,10 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all ranks."""
         for requests in self._requests:
             requests.close()
         for process in self._processes:

@@ -359,7 +359,7 @@ def test_an_update_of_somebody_else_is_left_alone(server, servers) -> None:
 
 def test_the_public_names_are_these() -> None:
     assert trainer_client.__all__ == [
-        "LocalShard", "PushFailed", "PushHandle", "PushReport", "PushWeightsError", "RankGroup", "RankLost",
+        "BlockFP8", "LocalShard", "PushFailed", "PushHandle", "PushReport", "PushWeightsError", "RankGroup", "RankLost",
         "ServerProgress", "ServerReport", "WeightClient",
     ]  # fmt: skip
     assert all(getattr(trainer_client, name).__name__ == name for name in trainer_client.__all__)

@@ -183,6 +183,15 @@ def test_a_mesh_of_two_dims_with_replicas_gives_the_same_bytes_and_shares_the_se
     expect(push(ranks, BlockFP8(block=(64, 32)), ["w"]), "w", weight, (64, 32))
 
 
+def test_replicas_may_have_their_experts_in_different_order_in_memory() -> None:
+    experts = values(6, 130, 70, dtype=torch.bfloat16)
+    part = experts[:4]
+    turned = part.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+    ranks = [{"e": LocalShard(t, (6, 130, 70), (0, 0, 0))} for t in (part.clone(), turned)]
+    ranks.append({"e": shard(experts, (4, 0, 0), (2, 130, 70))})
+    expect(push(ranks, BlockFP8(block=(64, 64)), ["e"]), "e", experts, (64, 64))
+
+
 def test_a_rank_without_a_part_of_a_weight_takes_part_all_the_same() -> None:
     weight, other = values(200, 128), values(128, 300, seed=1)
     ranks = [{"w": shard(weight, (0, 0), (70, 128))}, {"v": other}, {"w": shard(weight, (70, 0), (130, 128))}]

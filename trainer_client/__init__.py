@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer_client.asynchronous import PushHandle
+    from trainer_client.block_fp8 import BlockFP8
     from trainer_client.client import WeightClient
     from trainer_client.group import RankGroup
     from trainer_client.progress import ServerProgress
@@ -22,11 +23,12 @@ if TYPE_CHECKING:
     from vllm_nixl_plugin.errors import PushFailed, PushWeightsError, RankLost
 
 __all__ = [
-    "LocalShard", "PushFailed", "PushHandle", "PushReport", "PushWeightsError", "RankGroup", "RankLost",
+    "BlockFP8", "LocalShard", "PushFailed", "PushHandle", "PushReport", "PushWeightsError", "RankGroup", "RankLost",
     "ServerProgress", "ServerReport", "WeightClient",
 ]  # fmt: skip
 
 _HOMES = {
+    "BlockFP8": "trainer_client.block_fp8",
     "LocalShard": "trainer_client.sharding",
     "PushFailed": "vllm_nixl_plugin.errors",
     "PushHandle": "trainer_client.asynchronous",

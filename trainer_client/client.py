@@ -1,7 +1,7 @@
 """The client: `WeightClient.push_weights` is the path of a push from the trainer's side, in order.
 
-    sources -> all ranks meet -> conversion -> manifest -> for every server at once: plan -> route -> begin -> transfer
-    -> commit -> report
+    sources -> all ranks meet -> conversion -> quantizing, if wanted -> manifest -> for every server at once:
+    plan -> route -> begin -> transfer -> commit -> report
 
 It belongs to one training process and outlives its pushes: plans, routes, registered memory and prepared writes are
 kept while model and servers stay as they are, so that from the second push on only bytes move. In a trainer of several
@@ -24,21 +24,23 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial as bind
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from trainer_client.asynchronous import Pushes, PushHandle, queued
 from trainer_client.batching import ALIGNMENT
-from trainer_client.control import Control
-from trainer_client.conversion import Convert, checkpoint_converter, convert_shards
+from trainer_client.block_fp8 import BlockFP8, choose
+from trainer_client.control import Control, checkpoints
+from trainer_client.conversion import Conversion, Convert, checkpoint_converter, convert_shards
 from trainer_client.delivery import Options, Server, deliver, gather
 from trainer_client.directory import agree_on_tensors, pack_tensors, share_boxes, tensors_of
 from trainer_client.exchange import Exchange
 from trainer_client.group import RankGroup
 from trainer_client.link import Link, Offering, Stock
 from trainer_client.progress import Progress
+from trainer_client.quantizing import Quantizer
 from trainer_client.registration import SourceMemory
 from trainer_client.report import PushReport
 from trainer_client.sources import Sources, collect, unwrap
@@ -74,6 +76,7 @@ class Request:
     options: Mapping[str, Any]
     sources: Sources
     convert: Convert | None = None
+    quantize: BlockFP8 | None = None
     key: tuple[Any, ...] = ()
     keep: bool = False
     ready: Callable[[], None] | None = None
@@ -88,6 +91,7 @@ class _Offered:
     layout: int
     tensors: bytes
     offering: Offering
+    quantizer: Quantizer | None = None
 
 
 @dataclass(frozen=True)
@@ -196,6 +200,7 @@ class WeightClient:
         pause: PauseMode = "keep",
         partial: bool = False,
         convert: Convert | None = None,
+        quantize: BlockFP8 | None = None,
     ) -> PushReport:
         """Bring all servers to the present weights of ``model``, and return who has them now.
 
@@ -215,12 +220,14 @@ class WeightClient:
             convert: from a dict of the model's tensors to named checkpoint tensors; runs once, without data, on the
                 tensors of all ranks with their global shapes. Default: the model's own way back to its checkpoint for
                 transformers models, nothing for others.
+            quantize: send weights as block FP8, to servers that have loaded such a checkpoint: half the bytes, the same
+                values as by quantizing the whole tensor.
 
         Errors: PushFailed with the report, when fewer servers than required took the push; InvalidRequest; RankLost.
         """
         with self._one_at_a_time():
             request = self._request(
-                model, convert, version=version, mode=mode, kv_cache=kv_cache, pause=pause, partial=partial
+                model, convert, quantize, version=version, mode=mode, kv_cache=kv_cache, pause=pause, partial=partial
             )
             self._pushes.settle()
             return self._push(request, self._progress(), threading.Event())
@@ -236,6 +243,7 @@ class WeightClient:
         pause: PauseMode = "keep",
         partial: bool = False,
         convert: Convert | None = None,
+        quantize: BlockFP8 | None = None,
     ) -> PushHandle:
         """Start a push and return at once; training may go on while the bytes fly.
 
@@ -249,8 +257,8 @@ class WeightClient:
         """
         with self._one_at_a_time():
             request = self._request(
-                model, convert, self._pushes.copy if snapshot else None, version=version, mode=mode, kv_cache=kv_cache,
-                pause=pause, partial=partial,
+                model, convert, quantize, self._pushes.copy if snapshot else None, version=version, mode=mode,
+                kv_cache=kv_cache, pause=pause, partial=partial,
             )  # fmt: skip
             return self._pushes.start(bind(self._push, request), self._progress(), reads_copy=snapshot)
 
@@ -284,6 +292,7 @@ class WeightClient:
         self,
         model: Any,
         convert: Convert | None,
+        quantize: BlockFP8 | None,
         copy: Callable[[Sources], Sources] | None = None,
         *,
         partial: bool,
@@ -292,19 +301,20 @@ class WeightClient:
         """What this rank is called with. An error is kept for when the ranks meet, so that it is that of all."""
         from torch import nn
 
-        wanted = options | {"partial": partial, "convert": convert is not None}
+        blocks = None if quantize is None else list(quantize.block)
+        wanted = options | {"partial": partial, "convert": convert is not None, "quantize": blocks}
         try:
             _check_options(options)
             collected = collect(model)
             sources = collected if copy is None else copy(collected)
             own = None if convert is not None or not isinstance(model, nn.Module) else weakref.ref(unwrap(model))
-            key = (sources.geometry(), partial, convert, own)
+            key = (sources.geometry(), partial, convert, quantize, own)
             ready = queued(storage.device for storage in collected.storages)
             convert = convert or checkpoint_converter(model)
         except Exception as error:  # noqa: BLE001 - raised again in the push
             return Request(wanted, Sources((), (), ()), error=error)
         keep = copy is not None or hasattr(model, "keys") or hasattr(model, "state_dict")
-        return Request(wanted, sources, convert, key, keep, ready)
+        return Request(wanted, sources, convert, quantize, key, keep, ready)
 
     def _push(self, request: Request, progress: Progress, cancel: threading.Event) -> PushReport:
         """The push itself, from the meeting of the ranks on; may run in a thread of its own."""
@@ -361,9 +371,12 @@ class WeightClient:
             self._release()
             self._offered = None
             offered = self._offered = self._offer(exchange, request, meeting)
-        if self._memory is None or self._memory.sources.places() != sources.places():
+        quantizer = offered.quantizer
+        if self._memory is None or self._memory.sources.places()[: len(sources.storages)] != sources.places():
             self._release()
-            self._memory = SourceMemory(self._agent(), sources)
+            self._memory = SourceMemory(self._agent(), sources if quantizer is None else quantizer.bind(sources))
+        if quantizer is not None:
+            quantizer.measure(exchange)
         return Stock(offered.offering, self._memory, self._agent())
 
     def _offer(self, exchange: Exchange, request: Request, meeting: _Meeting) -> _Offered:
@@ -375,7 +388,12 @@ class WeightClient:
             raise InvalidRequest("there is no tensor to push: the model, state dict or iterable is empty")
         shards = share_boxes(exchange, tensors, sources.shards)
         conversion = convert_shards(tensors, request.convert)
-        devices = [storage.device for storage in sources.storages]
+        devices: Sequence[str] = [storage.device for storage in sources.storages]
+        quantizer: Quantizer | None = None
+        if request.quantize is not None:
+            chosen = self._choose(exchange, conversion, request.quantize)
+            quantizer = Quantizer(replace(sources, shards=shards), conversion, request.quantize, chosen, exchange)
+            shards, devices, conversion = quantizer.shards, quantizer.devices, quantizer.conversion
         partial = bool(request.options["partial"])
         offering = Offering(shards, devices, conversion, partial=partial, **self._limits)
         if exchange.is_leader:
@@ -385,7 +403,16 @@ class WeightClient:
                 f"rank {exchange.rank} makes other checkpoint weights of the trainer's tensors than rank 0: give all "
                 "ranks the same kind of model and the same convert", ranks=[0, exchange.rank],
             )  # fmt: skip
-        return _Offered(request.key, exchange.number, packed, offering)
+        return _Offered(request.key, exchange.number, packed, offering, quantizer)
+
+    def _choose(self, exchange: Exchange, conversion: Conversion, quantize: BlockFP8) -> tuple[str, ...]:
+        """The weights to quantize: rank 0 asks its servers and tells the others."""
+        if exchange.is_leader:
+            controls = [server.control for server in self._servers]
+            names = choose(conversion, quantize, lambda: checkpoints(controls))
+            exchange.put("quantized", json.dumps(names).encode())
+            return names
+        return tuple(json.loads(exchange.take(["quantized"])[0]))
 
     def _lead(
         self,

@@ -9,7 +9,7 @@ only where that changes nothing: all but `begin`, which may have opened an updat
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -38,6 +38,7 @@ from vllm_nixl_plugin.wire import (
     ServerStatus,
     UpdateOpened,
     UpdateStatus,
+    WeightSpec,
 )
 
 CONNECT_S = 10.0
@@ -49,6 +50,23 @@ ATTEMPTS = 3
 RETRY_S = 0.2
 
 _R = TypeVar("_R", bound=Record)
+
+
+def checkpoints(controls: Iterable[Control]) -> list[tuple[WeightSpec, ...]]:
+    """What each server started from; those that do not answer are left out, unless none does.
+
+    Errors: that of the last one.
+    """
+    found: list[tuple[WeightSpec, ...]] = []
+    failure: PushWeightsError | None = None
+    for control in controls:
+        try:
+            found.append(control.checkpoint().weights)
+        except PushWeightsError as error:
+            failure = error
+    if failure is not None and not found:
+        raise failure
+    return found
 
 
 class Control:

@@ -29,9 +29,10 @@ from trainer_client.block_fp8 import FP8, BlockFP8, cast, scale_of, scale_spec
 from trainer_client.conversion import Conversion, Part
 from trainer_client.cut_blocks import CutBlocks, Held, Ranks
 from trainer_client.packing import Operation, operation_of, view
-from trainer_client.routing import Leg, Offer
+from trainer_client.routing import Offer
 from trainer_client.sources import Shard, Sources, Storage
 from trainer_client.tiles import Grid, Patch, Tile, patches, rectangles, tiles
+from trainer_client.transfer import synchronize
 from vllm_nixl_plugin.layout import Copy, identity
 from vllm_nixl_plugin.wire import Step, WeightSpec
 
@@ -46,15 +47,25 @@ PATCH_NUMEL = 1 << 21
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Local:
-    """A rectangle of weight number ``weight`` on this process: ``tile`` says where it lies in the storage of ``leg``.
+class _Piece:
+    """Where a rectangle of a weight lies in the memory of the trainer, and what is done to its elements first."""
 
-    ``start``: where it begins, row by row, in the imagined memory of all FP8 weights of ``device``.
+    tile: Tile
+    program: tuple[Step, ...]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Local:
+    """A rectangle of weight number ``weight`` that this process has in ``shard``, the same on all replicas of it.
+
+    ``pieces`` of it lie side by side in one way or another in the memory of this one. ``start``: where it begins, row
+    by row, in the imagined memory of all FP8 weights of ``device``.
     """
 
     weight: int
+    shard: Shard
     tile: Tile
-    leg: Leg
+    pieces: tuple[_Piece, ...]
     device: str
     start: int
 
@@ -89,6 +100,7 @@ class Quantizer:
     ) -> None:
         """``chosen``: checkpoint names. All ``ranks`` make theirs in the same push, of the same names."""
         names = set(chosen)
+        self._devices = tuple(storage.device for storage in sources.storages)
         self._weights = [weight for weight in conversion.weights if weight.name in names]
         grids = [Grid.over(weight.shape, scheme.block) for weight in self._weights]
         self._locals: dict[str, list[_Local]] = {}
@@ -101,13 +113,18 @@ class Quantizer:
                 grid, start = grids[local.weight], self._n_numbers.get(local.device, 0)
                 self._numbers[local.weight] = _Numbers(grid, local.device, start)
                 self._n_numbers[local.device] = start + math.prod(grid.n_blocks)
-        held = [Held(x.weight, x.tile, (x.leg.shard.replica_index, x.leg.shard.replica_count)) for x in self._all()]
+        held = [Held(x.weight, x.tile, (x.shard.replica_index, x.shard.replica_count)) for x in self._all()]
         self._cuts = CutBlocks(self._weights, grids, held, ranks)
         self.conversion = _replaced(conversion, self._weights, grids, scheme.block)
         self.shards = (*sources.shards, *self._imagined_shards(len(sources.storages)), *self._scale_shards(sources))
         self._scales: dict[str, Tensor] = {}
         self._inverses: dict[str, Tensor] = {}
         self._patches: list[tuple[Tensor, tuple[Operation, ...], Tensor]] = []
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The device of each storage that `shards` lie in."""
+        return (*self._devices, *self._imagined, *self._n_numbers)
 
     def bind(self, sources: Sources) -> Sources:
         """What to push instead of ``sources``, which have the geometry of those that this was made from."""
@@ -118,10 +135,12 @@ class Quantizer:
                 self._scales[device], self._inverses[device] = (torch.zeros(count, device=device) for _ in range(2))
         self._patches = []
         for local in self._all():
-            numbers, whole = self._numbers[local.weight], _tensor(sources, local)
-            amax, operations = numbers.of(self._scales[numbers.device]), _operations(local.leg.program)
-            for patch in patches(local.tile, numbers.grid, PATCH_NUMEL):
-                self._patches.append((_cut(whole, patch), operations, _among(amax, patch)))
+            numbers = self._numbers[local.weight]
+            amax = numbers.of(self._scales[numbers.device])
+            for piece in local.pieces:
+                whole, operations = _tensor(sources, local, piece.tile), _operations(piece.program)
+                for patch in patches(piece.tile, numbers.grid, PATCH_NUMEL):
+                    self._patches.append((_cut(whole, patch), operations, _among(amax, patch)))
         storages, owners, makers = list(sources.storages), list(sources.owners), dict(sources.makers)
         for device, nbytes in self._imagined.items():
             makers[len(storages)] = partial(self._moves, sources, device)
@@ -149,20 +168,27 @@ class Quantizer:
             for device, numbers in self._scales.items():
                 numbers.copy_(scale_of(numbers))
                 self._inverses[device].copy_(numbers.reciprocal())
+                synchronize(device)
 
     def _all(self) -> Iterator[_Local]:
         for locals_ in self._locals.values():
             yield from locals_
 
     def _find(self, sources: Sources, conversion: Conversion, grids: Sequence[Grid]) -> None:
-        devices = [storage.device for storage in sources.storages]
+        devices = self._devices
         offer = Offer(sources.shards, devices, conversion)
         for number, weight in enumerate(self._weights):
-            for leg in offer.legs(weight):
+            width = grids[number].shape[1]
+            here = [(leg, tile) for leg in offer.legs(weight) for tile in tiles(leg.copy, width)]
+            for leg in offer.legs(weight, packed=True):
                 device = devices[leg.shard.storage]
-                for tile in tiles(leg.copy, grids[number].shape[1]):
+                for tile in tiles(leg.copy, width):
+                    pieces: tuple[_Piece, ...] = (_Piece(tile, leg.program),)
+                    if leg.shard.replica_count > 1:
+                        parts = ((other, t.within(tile)) for other, t in here if other.shard is leg.shard)
+                        pieces = tuple(_Piece(part, other.program) for other, part in parts if part is not None)
                     start = self._imagined.get(device, 0)
-                    self._locals.setdefault(device, []).append(_Local(number, tile, leg, device, start))
+                    self._locals.setdefault(device, []).append(_Local(number, leg.shard, tile, pieces, device, start))
                     self._imagined[device] = start + tile.n_rows * tile.n_columns
 
     def _imagined_shards(self, storage: int) -> Iterator[Shard]:
@@ -170,7 +196,7 @@ class Quantizer:
             for local in self._locals[device]:
                 tile = local.tile
                 yield replace(
-                    local.leg.shard, name=_imagined_name(self._weights[local.weight]), dtype=FP8, itemsize=1,
+                    local.shard, name=_imagined_name(self._weights[local.weight]), dtype=FP8, itemsize=1,
                     global_shape=self._numbers[local.weight].grid.shape, offsets=(tile.row, tile.column),
                     shape=(tile.n_rows, tile.n_columns), storage=number, offset_bytes=local.start,
                     strides_bytes=(tile.n_columns, 1),
@@ -221,16 +247,19 @@ class Quantizer:
         """What fills the part of a send buffer that ``item`` describes, which reads the imagined memory of a device."""
         locals_ = self._locals[device]
         local = locals_[bisect_right(locals_, item.copy.src_offset, key=lambda x: x.start) - 1]
-        numbers, whole = self._numbers[local.weight], _tensor(sources, local)
-        before, after = _operations(local.leg.program), _operations(item.program[1:])
+        numbers, after = self._numbers[local.weight], _operations(item.program[1:])
         inverses = numbers.of(self._inverses[numbers.device])
         for tile in tiles(_back(item.copy, int(buffer.storage_offset()), local.start), local.tile.n_columns):
-            target = _view(buffer.untyped_storage(), buffer.device, item.program[-1].dtype, tile)
-            source = whole[tile.row : tile.row + tile.n_rows, tile.column : tile.column + tile.n_columns]
-            part = local.tile.part(tile.row, tile.column, tile.n_rows, tile.n_columns)
-            for patch in patches(part, numbers.grid, PATCH_NUMEL):
-                inverse = _among(inverses, patch)[:, None, :, None]
-                yield partial(_fill, _cut(target, patch), _cut(source, patch), inverse, before, after)
+            wanted = replace(tile, row=tile.row + local.tile.row, column=tile.column + local.tile.column)
+            for piece in local.pieces:
+                part, to = piece.tile.within(wanted), wanted.within(piece.tile)
+                if part is None or to is None:
+                    continue
+                source, before = _tensor(sources, local, part), _operations(piece.program)
+                target = _view(buffer.untyped_storage(), buffer.device, item.program[-1].dtype, to)
+                for patch in patches(part, numbers.grid, PATCH_NUMEL):
+                    inverse = _among(inverses, patch)[:, None, :, None]
+                    yield partial(_fill, _cut(target, patch), _cut(source, patch), inverse, before, after)
 
 
 def _fill(
@@ -248,10 +277,9 @@ def _operations(program: Iterable[Step]) -> tuple[Operation, ...]:
     return tuple(operation_of(step) for step in program)
 
 
-def _tensor(sources: Sources, local: _Local) -> Tensor:
-    """A rectangle as the trainer has it: of its own dtype, before the program of its leg."""
-    shard = local.leg.shard
-    return _view(sources.owners[shard.storage], local.device, shard.dtype, local.tile)
+def _tensor(sources: Sources, local: _Local, tile: Tile) -> Tensor:
+    """A rectangle of ``local`` as the trainer has it: of its own dtype, before any program."""
+    return _view(sources.owners[local.shard.storage], local.device, local.shard.dtype, tile)
 
 
 def _view(storage: torch.UntypedStorage, device: Any, dtype: str, tile: Tile) -> Tensor:

@@ -39,6 +39,15 @@ class Tile:
             self.row + row, self.column + column, n_rows, n_columns, at, self.row_stride_bytes, self.column_stride_bytes
         )
 
+    def within(self, other: Tile) -> Tile | None:
+        """The rectangle of this one that lies in ``other``, or None where they are apart."""
+        top, left = max(self.row, other.row), max(self.column, other.column)
+        bottom = min(self.row + self.n_rows, other.row + other.n_rows)
+        right = min(self.column + self.n_columns, other.column + other.n_columns)
+        if top >= bottom or left >= right:
+            return None
+        return self.part(top - self.row, left - self.column, bottom - top, right - left)
+
 
 def tiles(copy: Copy, width: int) -> Iterator[Tile]:
     """What ``copy`` writes of a contiguous matrix of ``width`` columns at offset 0; where it reads is the other side.

@@ -2,6 +2,7 @@
 
 import abc
 import asyncio
+import copy
 import os
 import re
 import subprocess
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 import fake_server
-from harness import TOKEN, EngineOptions, Server
+from harness import TOKEN, EngineOptions, Server, completions, reference
 from vllm_nixl_plugin.errors import InvalidRequest
 
 ROOT = Path(__file__).parent.parent
@@ -59,7 +60,7 @@ def test_trl_trains_a_toy_by_grpo_and_its_server_equals_one_that_reloads_from_di
     torch.set_num_threads(threads)
     how = EngineOptions(args=("--logprobs-mode", "processed_logprobs"), env=(("VLLM_SERVER_DEV_MODE", "1"),))
     with Server(tmp_path / "model", how) as server:
-        command = [sys.executable, ROOT / "examples/trl_grpo.py", "--steps", "6", "--url", server.url]
+        command = [sys.executable, ROOT / "examples/trl_grpo.py", "--steps", "5", "--url", server.url]
         ran = subprocess.run(
             [*command, "--model", tmp_path / "model"], env=os.environ | {"PUSH_WEIGHTS_TOKEN": TOKEN},
             capture_output=True, text=True, timeout=500, check=False,
@@ -82,6 +83,45 @@ def test_trl_in_one_process_with_vllm_is_refused() -> None:
     with pushing_by(None), pytest.raises(InvalidRequest, match="vllm_mode is 'colocate'"):
         VLLMGeneration(nn.Linear(2, 2), Accelerator(cpu=True), None, mode="colocate")
     assert VLLMGeneration._init_vllm.__qualname__ == "VLLMGeneration._init_vllm"
+
+
+@pytest.mark.server
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("adapters", [False, True])
+def test_trls_generation_leaves_its_server_equal_to_a_fresh_engine(checkpoint, tmp_path, adapters) -> None:
+    import peft
+    import transformers as tf
+    from accelerate import Accelerator
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    from harness.checkpoints import write_weights
+    from trainer_client import WeightClient
+    from trainer_client.integrations.trl import pushing_by
+
+    made = tf.AutoModelForCausalLM.from_pretrained(checkpoint("qwen3", seed=1), dtype=torch.float32)
+    change(made)
+    if adapters:
+        wanted = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        made = peft.get_peft_model(made, wanted)
+    plain = copy.deepcopy(made).merge_and_unload() if adapters else made
+    weights = {name: tensor.to(torch.bfloat16) for name, tensor in plain.state_dict().items()}
+    path = write_weights(tmp_path / "merged", weights, like=checkpoint("qwen3", seed=1))
+    with (
+        Server(checkpoint("qwen3", seed=1)) as server,
+        WeightClient([server.url], token=TOKEN, progress=False) as client,
+    ):
+        with pushing_by(client, version="by TRL"):
+            generation = VLLMGeneration(
+                made, Accelerator(cpu=True), None, mode="server", server_base_url=server.url, temperature=0.0
+            )
+        generation.sync_weights()
+        pushed = completions(server.url)
+        prompt = [1, 2, 3]
+        [ids], [generated], _, _ = generation.generate([prompt], None, num_generations=1)
+    assert [report.version for report in generation.reports] == ["by TRL"]
+    assert pushed == reference(path, options=server.options)
+    assert ids == prompt
+    assert tuple(generated) == reference(path, options=server.options)[0].tokens[: len(generated)]
 
 
 # vLLM's weight-transfer API: the real factory

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -21,9 +21,12 @@ from accelerate.utils import is_peft_model
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
+from trainer_client.conversion import checkpoint_converter
 from vllm_nixl_plugin.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from trainer_client.client import WeightClient
     from trainer_client.report import PushReport
 
@@ -36,7 +39,9 @@ def pushing_by(client: WeightClient, **options: Any) -> Iterator[None]:
 
     ``options`` go to every ``push_weights``. The reports of the pushes are in ``trainer.vllm_generation.reports``.
     TRL is told one server of the client's to generate on, as always (``vllm_server_base_url``).
-    Errors, when a trainer is made: InvalidRequest for another mode than ``server``, and for adapters.
+    Adapters (PEFT) are merged for the time of a push.
+    Errors, when a trainer is made: InvalidRequest for another mode than ``server``, and for adapters under FSDP and
+    ZeRO 3.
     """
 
     def adopt(generation: VLLMGeneration) -> None:
@@ -61,8 +66,11 @@ class PushedGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyped 
                 f"vllm_mode is {self.mode!r}; expected 'server': in mode 'colocate' vLLM lives in the trainer, and "
                 "there is nothing to push"
             )
+        self.push_options = dict(self.push_options)
         if is_peft_model(self.model):
-            raise InvalidRequest("the model has adapters, which are not merged: push the merged model yourself")
+            if self._dist.is_fsdp or self._dist.is_zero3:
+                raise InvalidRequest("the model has adapters, which cannot be merged in sharded weights: use DDP")
+            self.push_options.setdefault("convert", checkpoint_converter(self.model.get_base_model()))
         if self.accelerator.is_main_process:
             url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
             self.vllm_client = _GeneratingClient(base_url=url, connection_timeout=self.server_timeout)
@@ -70,7 +78,23 @@ class PushedGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyped 
 
     def sync_weights(self) -> None:
         """Push the present weights, on every rank. Errors: PushFailed; the servers then have the weights before."""
-        self.reports.append(self.weight_client.push_weights(self.model, **self.push_options))
+        with _merged(self.model) if is_peft_model(self.model) else nullcontext(self.model) as weights:
+            self.reports.append(self.weight_client.push_weights(weights, **self.push_options))
+
+
+@contextmanager
+def _merged(model: Any) -> Iterator[dict[str, Tensor]]:
+    """The weights of a PEFT model's base, by their names in it, with the adapters in them while this is entered."""
+    model.merge_adapter()
+    try:
+        found = {}
+        for name, param in model.named_parameters():
+            if model.prefix not in name and "original_module" not in name:
+                name = name.removeprefix("base_model.model.").replace(".base_layer", "")
+                found[name.replace("modules_to_save.default.", "")] = param.data
+        yield found
+    finally:
+        model.unmerge_adapter()
 
 
 class _GeneratingClient(VLLMClient):  # type: ignore[misc]  # TRL is untyped here

@@ -118,6 +118,7 @@ def deliver(
         nbytes=sum(rank.nbytes for rank in push.ranks), packed_nbytes=sum(rank.packed_nbytes for rank in push.ranks),
         seconds=dict(push.seconds), ranks=push.ranks,
         error=None if error is None else error.message, error_code=None if error is None else error.code,
+        stale=push.stale,
     )  # fmt: skip
 
 
@@ -141,12 +142,14 @@ class _Push:
         self._lost: PushWeightsError | None = None
         self.seconds: dict[str, float] = {}
         self.ranks: tuple[RankReport, ...] = ()
+        self.stale: tuple[str, ...] = ()
 
     def run(self) -> None:
         """All stages. Errors: those of the server, of the fabric, and of other ranks."""
         self._lost = None
         with self._stage("plan"):
             digest, plans = self._plan()
+        self.stale = tuple(sorted({name for plan in plans.plans.values() for name in plan.stale}))
         with self._stage("route"):
             self._route(digest, plans)
         with self._stage("begin"):

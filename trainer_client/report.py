@@ -49,6 +49,8 @@ class ServerReport:
     error: str | None = None
     error_code: str | None = None
     ranks: tuple[RankReport, ...] = ()
+    stale: tuple[str, ...] = ()
+    """Models of the server for which the push had no weights, and which keep theirs: ``draft``."""
 
     @property
     def ok(self) -> bool:
@@ -61,13 +63,15 @@ class ServerReport:
             "server": self.server, "version": self.version, "ok": self.ok, "nbytes": self.nbytes,
             "packed_nbytes": self.packed_nbytes, "seconds": dict(self.seconds), "error": self.error,
             "error_code": self.error_code, "ranks": [asdict(rank) for rank in self.ranks],
+            "stale": list(self.stale),
         }  # fmt: skip
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ServerReport:
         """The report of which these are `to_dict`."""
         ranks = tuple(RankReport(**rank) for rank in values["ranks"])
-        return cls(**{name: value for name, value in values.items() if name != "ok"} | {"ranks": ranks})
+        shaped = {"ranks": ranks, "stale": tuple(values["stale"])}
+        return cls(**{name: value for name, value in values.items() if name != "ok"} | shaped)
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,8 @@ class PushReport:
                 f"{format_nbytes(most.nbytes)} (rank {most.rank}), the slowest (rank {slowest.rank}) in "
                 f"{slowest.seconds:.3f} s"
             )
+        lines += [f"{s.server}: stale: {', '.join(s.stale)} (the push had no weights for it)"
+                  for s in self.servers if s.stale]  # fmt: skip
         lines += [f"{s.server}: {s.error_code or 'error'}: {s.error}" for s in self.servers if s.error is not None]
         return "\n".join(lines)
 

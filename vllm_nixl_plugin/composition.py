@@ -1,8 +1,8 @@
 """The plans of a worker's models as one plan (the stage: plan).
 
-Each model is planned for by itself; on the wire a worker has one plan. `compose` puts the parts together; a `Held` plan
-remembers which destination of the whole belongs to which model. Pure data; called by `plane`, read by `binding` and
-`install`.
+A worker serves a target model and, with speculative decoding, a drafter. Each is planned for by itself; on the wire a
+worker has one plan. `plan_models` says which weights are meant for whom and puts the parts together; a `Held` plan
+remembers which destination of the whole belongs to which model. Called by `plane`, read by `binding` and `install`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_nixl_plugin.errors import PlanRefused
 from vllm_nixl_plugin.loaded import LoadedModel
 from vllm_nixl_plugin.planning import Fill, Planned
 from vllm_nixl_plugin.wire import Destination, Manifest, PlannedCopy, WorkerPlan
+
+DRAFT_PREFIX = "draft:"
+"""Before the names of the weights of a drafter that has a checkpoint of its own."""
 
 Key = tuple[int, int | str]
 """Names a destination's memory in the worker: the model, and its storage or (for the fallback) its weight."""
@@ -61,37 +65,85 @@ class Held:
     parts: tuple[Part, ...]
 
     @property
+    def labels(self) -> set[str]:
+        """Those of the drafters that the plan has weights for."""
+        return {part.model.label for part in self.parts} - {""}
+
+    @property
     def places(self) -> tuple[Place, ...]:
         """In the order of the plan's destinations."""
         return tuple(place for part in self.parts for place in part.places)
 
 
-def compose(manifest: Manifest, planned: Sequence[tuple[LoadedModel, Planned]]) -> Held:
-    """One plan of several."""
+def plan_models(manifest: Manifest, target: LoadedModel, drafters: Sequence[LoadedModel]) -> Held:
+    """One plan for all models that the manifest has weights for. A drafter without any keeps its own.
+
+    Errors: PlanRefused naming weights.
+    """
+    planned = [(target, target.plan(_offered(manifest, target)))]
+    used = _accepted(planned)
+    stale: list[str] = []
+    for drafter in drafters:
+        offered = _offered(manifest, drafter)
+        if not drafter.is_meant({w.name for w in offered.weights}, set() if drafter.prefix else used):
+            stale.append(drafter.label)
+            continue
+        try:
+            planned.append((drafter, drafter.plan(offered)))
+        except PlanRefused as error:
+            raise PlanRefused(f"the draft model: {error.message}", **error.details) from error
+    return _compose(manifest, planned, tuple(stale))
+
+
+def _offered(manifest: Manifest, model: LoadedModel) -> Manifest:
+    """The weights of a name space: ``draft:`` for a drafter with a checkpoint of its own, the rest for all others."""
+    weights = tuple(w for w in manifest.weights if w.name.startswith(DRAFT_PREFIX) == (model.prefix == DRAFT_PREFIX))
+    if not model.prefix:
+        return manifest if len(weights) == len(manifest.weights) else manifest.model_copy(update={"weights": weights})
+    cut = tuple(w.model_copy(update={"name": w.name.removeprefix(DRAFT_PREFIX)}) for w in weights)
+    return manifest.model_copy(update={"weights": cut})
+
+
+def _accepted(planned: Sequence[tuple[LoadedModel, Planned]]) -> set[str]:
+    """Names, as in the manifest, of the weights that go somewhere."""
+    names: set[str] = set()
+    for model, of in planned:
+        numbers = {c.weight for c in of.plan.copies}
+        names |= {model.prefix + of.plan.weights[i].name for i in numbers}
+    return names
+
+
+def _compose(manifest: Manifest, planned: Sequence[tuple[LoadedModel, Planned]], stale: tuple[str, ...]) -> Held:
     if len(planned) == 1 and planned[0][1].plan.weights == manifest.weights:
         [(model, of)] = planned
-        return Held(of.plan, manifest.partial, (_part(model, of),))
-    parts: list[Part] = []
+        plan = of.plan.model_copy(update={"stale": stale}) if stale else of.plan
+        return Held(plan, manifest.partial, (_part(model, of),))
     destinations: list[Destination] = []
     copies: list[PlannedCopy] = []
     fallback: dict[str, None] = {}
+    unknown = {w.name for w in manifest.weights}
     index = {w.name: i for i, w in enumerate(manifest.weights)}
     for model, of in planned:
         first = len(destinations)
-        numbers = [index[w.name] for w in of.plan.weights]
+        numbers = [index[model.prefix + w.name] for w in of.plan.weights]
         copies += [
             PlannedCopy(weight=numbers[c.weight], destination=first + c.destination, copy_=c.copy_, program=c.program)
             for c in of.plan.copies
         ]
-        destinations += of.plan.destinations
-        fallback |= dict.fromkeys(of.plan.fallback)
-        parts.append(_part(model, of))
-    unused = set.intersection(*(set(of.plan.unused) for _, of in planned))
+        destinations += [_labelled(d, model.label) for d in of.plan.destinations]
+        fallback |= dict.fromkeys(model.prefix + name for name in of.plan.fallback)
+        unknown -= {model.prefix + w.name for w in of.plan.weights} - {model.prefix + name for name in of.plan.unused}
     plan = WorkerPlan(
         weights=manifest.weights, destinations=tuple(destinations), copies=tuple(copies),
-        unused=tuple(w.name for w in manifest.weights if w.name in unused), fallback=tuple(fallback),
+        unused=tuple(w.name for w in manifest.weights if w.name in unknown), fallback=tuple(fallback), stale=stale,
     )  # fmt: skip
-    return Held(plan, manifest.partial, tuple(parts))
+    return Held(plan, manifest.partial, tuple(_part(model, of) for model, of in planned))
+
+
+def _labelled(destination: Destination, label: str) -> Destination:
+    if not label:
+        return destination
+    return destination.model_copy(update={"names": tuple(f"{label}/{name}" for name in destination.names)})
 
 
 def _part(model: LoadedModel, of: Planned) -> Part:

@@ -4,7 +4,8 @@
 schemes, kernels and closures, and the numbers that kernels take as arguments. Opaque handles, whose memory no tensor
 shows, are seen through by running the layer that holds them on an identity matrix. Left out is what belongs to the
 running engine: tensors in the memory that its runner holds (KV caches, input buffers), and numbers that changed since
-loading. The order is that of the paths, so that two engines compare line by line.
+loading. The order is that of the paths, so that two engines compare line by line. Those of a draft model begin with
+``draft/``.
 
 `fingerprint` blocks for as long as reading all weights takes; `slices` hands over what a tenth of a second gave, so
 that an engine can serve in between. The weights must stay the same until the end. No NIXL, no network.
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 
 from vllm_nixl_plugin import graph
-from vllm_nixl_plugin.model import digest, geometry_of, record_of, state_of
+from vllm_nixl_plugin.model import digest, draft_models, geometry_of, record_of, state_of
 
 _ROWS = 256
 SLICE_S = 0.1
@@ -44,28 +45,30 @@ def slices(worker: Any, slice_s: float = SLICE_S) -> Iterator[list[tuple[str, st
 
 
 def _lines(worker: Any) -> Iterator[tuple[str, str]]:
-    model: nn.Module = worker.get_model()
-    record = record_of(model)
-    at_load: Mapping[str, Any] = record.state if record is not None else {}
     engines = graph.memory_held(getattr(worker, "model_runner", None))
     first: dict[int, str] = {}
     known: dict[tuple[Any, ...], int] = {}
-    for path, module in sorted(model.named_modules()):
-        opaque = False
-        for name, value in _values(module):
-            place = f"{path}.{name}" if path else name
-            if isinstance(value, torch.Tensor):
-                storage = value.untyped_storage()
-                if value.numel() and storage.data_ptr() in engines:
-                    continue
-                shared = first.setdefault(storage.data_ptr(), place) if value.numel() else place
-                yield place, _line(value, known) + (f" shares {shared}" if shared != place else "")
-            elif graph.is_releasing(value) or isinstance(value, torch.ScriptObject):
-                opaque = True
-            elif isinstance(value, int | float) and at_load.get(place, value) == state_of(value):
-                yield place, repr(value)
-        if opaque:
-            yield f"{path}()", _seen_through(module)
+    models = [("", worker.get_model()), *(("draft/", drafter) for drafter in draft_models(worker))]
+    for above, model in models:
+        record = record_of(model)
+        at_load: Mapping[str, Any] = record.state if record is not None else {}
+        for path, module in sorted(model.named_modules()):
+            opaque = False
+            for name, value in _values(module):
+                inside = f"{path}.{name}" if path else name
+                place = above + inside
+                if isinstance(value, torch.Tensor):
+                    storage = value.untyped_storage()
+                    if value.numel() and storage.data_ptr() in engines:
+                        continue
+                    shared = first.setdefault(storage.data_ptr(), place) if value.numel() else place
+                    yield place, _line(value, known) + (f" shares {shared}" if shared != place else "")
+                elif graph.is_releasing(value) or isinstance(value, torch.ScriptObject):
+                    opaque = True
+                elif isinstance(value, int | float) and at_load.get(inside, value) == state_of(value):
+                    yield place, repr(value)
+            if opaque:
+                yield f"{above}{path}()", _seen_through(module)
 
 
 def differences(a: Mapping[str, str], b: Mapping[str, str]) -> list[str]:

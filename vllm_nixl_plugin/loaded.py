@@ -35,14 +35,31 @@ logger = logging.getLogger("vllm.nixl_plugin")
 
 
 class LoadedModel:
-    """A model that serves. ``number`` tells it from the others of its worker."""
+    """A model that serves. ``number`` tells it from the others of its worker.
 
-    def __init__(self, number: int, model: nn.Module) -> None:
+    ``label`` comes before the paths of its tensors, as ``label/path``, and ``prefix`` before the names of its weights.
+    """
+
+    def __init__(self, number: int, model: nn.Module, *, label: str = "", prefix: str = "") -> None:
         self.number = number
         self.model = model
+        self.label = label
+        self.prefix = prefix
         self._record = record_of(model)
+        if self._record is not None:
+            self._record.keep_reachable(model)
         self._baseline: tuple[TracedDestination, ...] | None = None
         self._check: SelfCheck | None = None
+
+    @property
+    def origin(self) -> str:
+        """The name or folder of its checkpoint, as the server was told."""
+        return str(self._record.model_config.model) if self._record is not None else ""
+
+    @property
+    def can_plan(self) -> bool:
+        """Whether the model can be planned for at all."""
+        return self._record is not None and self._record.twin is not None
 
     @property
     def record(self) -> LoadRecord:
@@ -74,21 +91,61 @@ class LoadedModel:
                 baseline = {t.key: t.pieces for t in self.baseline()}
             else:
                 refuse_missing(self._unwritten(found))
-        ignorable = {w.name for w in record.checkpoint}
+        ignorable = {w.name for w in record.checkpoint} | self._taken_from_others(found)
         planned = make_plan(manifest, found.destinations, baseline, ignorable)
         if self._check is None:
             self._check = SelfCheck(twin, self_check_mode())
         findings = self._check.check(manifest.weights, found.destinations, planned)
+        destinations = found.destinations
         if findings.demoted:
-            planned = make_plan(manifest, demote(found.destinations, findings.demoted, twin), baseline, ignorable)
+            destinations = tuple(demote(destinations, findings.demoted, twin))
+        served = self._served(destinations)
+        if served != found.destinations:
+            planned = make_plan(manifest, served, baseline, ignorable)
         return replace(planned, self_check=findings.as_dict())
+
+    def is_meant(self, names: set[str], elsewhere: set[str]) -> bool:
+        """Whether a push of these weights is for this model, too. ``elsewhere``: those that another model uses."""
+        if not self.prefix and self.record.checkpoint:
+            mine = {name for d in self.baseline() for name in d.weights}
+            return bool(mine & names - elsewhere) or (bool(mine) and mine <= names)
+        return bool(names - elsewhere)
 
     def baseline(self) -> tuple[TracedDestination, ...]:
         """Where vLLM's loader puts the server's own checkpoint; nothing, where there is none."""
         if self._baseline is None:
             weights = self.record.checkpoint
-            self._baseline = trace_load(self.twin, weights, self.record.live).destinations if weights else ()
+            found = trace_load(self.twin, weights, self.record.live).destinations if weights else ()
+            self._baseline = self._served(found)
         return self._baseline
+
+    def _served(self, traced: tuple[TracedDestination, ...]) -> tuple[TracedDestination, ...]:
+        """Without the modules in whose place vLLM has put another model's since loading: that model has the weights."""
+        out = []
+        for d in traced:
+            names = tuple(name for name in d.names if name.rpartition(".")[0] in self.record.modules)
+            if names:
+                out.append(d if names == d.names else replace(d, names=names))
+        return tuple(out)
+
+    def _taken_from_others(self, found: LoadTrace) -> set[str]:
+        """Weights that only go to modules in whose place vLLM has put another model's since loading.
+
+        Where it does so in any case, they go nowhere, as they do when it starts. A drafter that tells vLLM which
+        modules are its own (``has_own_…``, vLLM's interface) loses them only if they are equal to the other model's:
+        what a push brings for them may differ. Errors: PlanRefused naming these.
+        """
+        served = self._served(found.destinations)
+        names = {n for d in found.destinations for n in d.weights} - {n for d in served for n in d.weights}
+        if names and any(attribute.startswith("has_own_") for attribute in dir(self.model)):
+            shown = sorted(self.prefix + name for name in names)
+            raise PlanRefused(
+                f"{', '.join(shown[:5])}: the draft model of this server uses the target's in their place, because "
+                "its checkpoint has none or equal ones. Leave them out of the push, or restart the server from a "
+                "draft checkpoint in which they differ.",
+                tied=shown,
+            )
+        return names
 
     def is_live(self, names: Iterable[str]) -> bool:
         """Whether kernels read the storage of these parameters as it was loaded."""
@@ -120,8 +177,11 @@ class LoadedModel:
             if any(isinstance(p.root, Source | Opaque) for p in d.pieces)
             for name in d.names
         }
-        parameters = {n for n, t in self.twin.destination_tensors().items() if isinstance(t, nn.Parameter)}
-        return parameters - written
+        return {
+            n
+            for n, t in self.twin.destination_tensors().items()
+            if isinstance(t, nn.Parameter) and n.rpartition(".")[0] in self.record.modules
+        } - written
 
     def live_storage(self, destination: Destination) -> torch.Tensor:
         """The bytes that kernels read for a live destination. Errors: UnknownPlan when that is no longer so."""

@@ -66,6 +66,11 @@ class LoadRecord:
     seconds: float = 0.0
 
 
+    def keep_reachable(self, model: nn.Module) -> None:
+        """Forget the modules that are no longer part of the model: another model's have taken their place."""
+        reachable = {id(module) for module in model.modules()}
+        self.modules = {path: ref for path, ref in self.modules.items() if id(ref()) in reachable}
+
     def served(self) -> dict[str, nn.Module]:
         """The modules that were loaded and still serve, by the path that they had then."""
         return {path: module for path, ref in self.modules.items() if (module := ref()) is not None}
@@ -82,6 +87,23 @@ class LoadRecord:
 
 
 _records: weakref.WeakKeyDictionary[nn.Module, LoadRecord] = weakref.WeakKeyDictionary()
+
+
+def draft_models(worker: Any) -> list[nn.Module]:
+    """The models with which a worker guesses tokens ahead of its target model (speculative decoding)."""
+    find = getattr(worker, "get_draft_model", None)
+    found = find() if callable(find) else None
+    runner = vars(getattr(worker, "model_runner", None) or object)
+    held = [found, *(value for at in (runner, *map(_attributes, runner.values())) for value in at.values())]
+    known = {id(worker.get_model())}
+    return [
+        m for m in held
+        if isinstance(m, nn.Module) and (m is found or m in _records) and not (id(m) in known or known.add(id(m)))  # type: ignore[func-returns-value]
+    ]  # fmt: skip
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    return vars(value) if graph.is_plain_object(value) else {}
 
 
 def record_of(model: nn.Module) -> LoadRecord | None:

@@ -20,15 +20,13 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
-
 from vllm_nixl_plugin.binding import Binder
-from vllm_nixl_plugin.composition import Held, compose
-from vllm_nixl_plugin.errors import EngineAsleep, PlanRefused, UnknownPlan
+from vllm_nixl_plugin.composition import DRAFT_PREFIX, Held, plan_models
+from vllm_nixl_plugin.errors import EngineAsleep, EngineTorn, PlanRefused, PushWeightsError, UnknownPlan
 from vllm_nixl_plugin.fingerprint import slices
 from vllm_nixl_plugin.install import Installer
 from vllm_nixl_plugin.loaded import LoadedModel
-from vllm_nixl_plugin.model import describe_worker, is_asleep
+from vllm_nixl_plugin.model import describe_worker, draft_models, is_asleep, record_of
 from vllm_nixl_plugin.processes import is_running
 from vllm_nixl_plugin.selfcheck import summed
 from vllm_nixl_plugin.settings import WorkerSettings
@@ -44,12 +42,25 @@ def create_plane(worker: Any) -> WorkerPlane:
     return WorkerPlane(worker, WorkerSettings())
 
 
+def _drafters(worker: Any) -> list[LoadedModel]:
+    """The worker's draft models. One from the target's own checkpoint shares the names of its weights."""
+    target, found = record_of(worker.get_model()), []
+    for number, model in enumerate(draft_models(worker), 1):
+        record = record_of(model)
+        shared = target is not None and record is not None and record.model_config.model == target.model_config.model
+        found.append(LoadedModel(number, model, label="draft", prefix="" if shared else DRAFT_PREFIX))
+    return found
+
+
 class WorkerPlane:
     """See the module. All methods but `make_plan` are called from the worker's main thread."""
 
     def __init__(self, worker: Any, settings: WorkerSettings) -> None:
         self.worker = worker
         self.target = LoadedModel(0, worker.get_model())
+        self.drafters = _drafters(worker)
+        self._stale: tuple[str, ...] = ()
+        self._torn: set[str] = set()  # drafters that hold half of an update; `session` knows it of the whole worker
         number = int(self.describe()["worker"])
         self.binder = Binder(number, settings, lambda: self.target.twin.device)
         self.installer = Installer(worker, number, self.binder)
@@ -59,8 +70,14 @@ class WorkerPlane:
     # Identity
 
     def describe(self) -> dict[str, Any]:
-        """Who this worker is, as plain values."""
-        return describe_worker(self.worker) | {"pid": os.getpid(), "host": socket.gethostname()}
+        """Who this worker is, as plain values. ``draft``: the draft model, and whether the last push left it out."""
+        draft = [
+            {"model": m.origin, "names": m.prefix or "those of the target", "stale": m.label in self._stale}
+            for m in self.drafters
+        ]
+        return describe_worker(self.worker) | {
+            "pid": os.getpid(), "host": socket.gethostname(), "draft": draft[0] if draft else None,
+        }  # fmt: skip
 
     def incarnation(self) -> str:
         """Changes at every start and fence."""
@@ -72,7 +89,8 @@ class WorkerPlane:
         """Errors: PlanRefused naming weights."""
         with self._lock:
             self._refuse_what_would_go_wrong()
-            held = compose(manifest, [(self.target, self.target.plan(manifest))])
+            held = plan_models(manifest, self.target, self.drafters)
+            self._refuse_unseen(held)
             self.binder.remainder.load(held)
             self._held[id(held.plan)] = held
             while len(self._held) > _MAX_PLANS:
@@ -87,9 +105,14 @@ class WorkerPlane:
                 "push would write them where they no longer are. Start it without --enable-eplb.",
                 eplb_active=True,
             )
-        draft = getattr(self.worker, "get_draft_model", None)
-        if draft is not None and not self._held and isinstance(draft(), nn.Module):
-            logger.warning("the draft model of speculative decoding keeps its weights: pushes update the target only")
+
+    def _refuse_unseen(self, held: Held) -> None:
+        speculative = getattr(self.worker.vllm_config, "speculative_config", None)
+        if getattr(speculative, "parallel_drafting", False) and len(held.parts) > 1:
+            raise PlanRefused(
+                "with parallel drafting vLLM keeps a state derived from the draft model's weights outside of it, which "
+                "a push would leave as it is. Leave the draft model's weights out, or serve without parallel_drafting."
+            )
 
     def summary(self, plan: WorkerPlan) -> dict[str, Any]:
         """Bytes by home and by destination, for people."""
@@ -110,6 +133,7 @@ class WorkerPlane:
             "copies": len(plan.copies),
             "unused": list(plan.unused),
             "fallback": list(plan.fallback),
+            "stale": list(plan.stale),
             "self_check": summed([part.self_check for part in self._of(plan).parts]),
             "destinations": [
                 {
@@ -134,10 +158,20 @@ class WorkerPlane:
     def bind(self, plan: WorkerPlan, mode: Mode) -> Binding:
         """Addresses of all destinations for one mode; memory is reserved and registered when it was not yet.
 
-        Errors: EngineAsleep, InsufficientMemory, RegistrationFailed, UnknownPlan (a live home is no longer one).
+        Errors: EngineAsleep, EngineTorn, InsufficientMemory, RegistrationFailed, UnknownPlan (a live home is no longer
+        one).
         """
         self._refuse_asleep()
-        return self.binder.bind(self._of(plan), mode)
+        held = self._of(plan)
+        if torn := self._torn & set(plan.stale):
+            raise EngineTorn(
+                f"the {', '.join(sorted(torn))} model holds half of an update, and this push has no weights for it: "
+                "push all weights of target and draft model"
+            )
+        binding = self.binder.bind(held, mode)
+        if mode == "in_place":
+            self._torn |= held.labels
+        return binding
 
     def _refuse_asleep(self) -> None:
         if is_asleep(self.worker):
@@ -163,11 +197,33 @@ class WorkerPlane:
         Errors: those of `prepare_install`, and InstallFailed without ``untouched`` when a copy failed half-way.
         """
         with self._lock:
-            return self.installer.install(self._of(plan), mode)
+            held = self._of(plan)
+            try:
+                seconds = self.installer.install(held, mode)
+            except PushWeightsError as error:
+                self._torn |= set() if error.details.get("untouched") else held.labels
+                raise
+            self._torn -= held.labels
+            self._stale = plan.stale
+            if plan.stale:
+                logger.warning(
+                    "stale: %s: the update had no weights for the draft model, which keeps its own and may guess worse",
+                    ", ".join(plan.stale),
+                )
+            return seconds
 
     def checkpoint(self) -> list[WeightSpec]:
-        """Weights of the checkpoint that vLLM loaded the model from, in its order; none where there was none."""
-        return self.target.record.checkpoint
+        """Weights of the checkpoint that vLLM loaded the model from, in its order; none where there was none.
+
+        Those of a draft model that has a checkpoint of its own follow, under the names that a push has for them.
+        """
+        found = list(self.target.record.checkpoint)
+        for drafter in (m for m in self.drafters if m.prefix and m.can_plan):
+            with self._lock:
+                used = {name for d in drafter.baseline() for name in d.weights}
+            specs = (w for w in drafter.record.checkpoint if w.name in used)
+            found += [w.model_copy(update={"name": drafter.prefix + w.name}) for w in specs]
+        return found
 
     def fingerprint(self) -> Iterator[list[tuple[str, str]]]:
         """Path and checksum of everything that the engine can read, in slices of a fraction of a second each.

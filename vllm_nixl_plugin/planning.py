@@ -32,6 +32,13 @@ class TracedDestination:
     live: bool
     pieces: tuple[Piece, ...]
 
+    @property
+    def weights(self) -> set[str]:
+        """Names of the weights that go there."""
+        of = [{p.root.name} if isinstance(p.root, Source) else p.root.sources
+              for p in self.pieces if isinstance(p.root, Source | Opaque)]  # fmt: skip
+        return set().union(*of)
+
 
 @dataclass(frozen=True, slots=True)
 class Fill:

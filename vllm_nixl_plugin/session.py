@@ -397,6 +397,7 @@ class WorkerSession:
             except Exception as error:
                 raise self._failed_install(update, error) from error
             with self._lock:
+                self.description = self.plane.describe()
                 update.stages = {str(k): float(v) for k, v in stages.items()}
                 update.step = "installed"
                 if self.lease is not None:

@@ -107,6 +107,8 @@ class WorkerPlan(Record):
     copies: tuple[PlannedCopy, ...]
     unused: tuple[Name, ...] = ()
     fallback: tuple[Name, ...] = ()
+    stale: tuple[Name, ...] = ()
+    """Models of the worker that the manifest has no weights for, and that keep theirs: ``draft``."""
 
     def digest(self) -> str:
         """Names the plan: the hash of its encoded form."""
@@ -330,6 +332,8 @@ def encode_plan(plan: WorkerPlan) -> bytes:
         "unused": list(plan.unused),
         "fallback": list(plan.fallback),
     }
+    if plan.stale:
+        head["stale"] = list(plan.stale)
     packed = zlib.compress(json.dumps(head, separators=(",", ":"), sort_keys=True).encode(), 1)
     body = struct.pack(f"<{len(numbers)}q", *numbers)
     return _PLAN_HEAD.pack(b"NXPL", PROTOCOL_VERSION, len(packed), len(plan.copies)) + packed + body

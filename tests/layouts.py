@@ -145,7 +145,7 @@ class Net(nn.Module):
         self.norm = nn.BatchNorm1d(6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.gate(self.norm(self.down(self.up(x).bfloat16()).float()))
+        return self.gate(self.norm(self.down(self.up(x).to(self.down.weight.dtype)).float()))
 
 
 def mesh(*shape: int) -> DeviceMesh:
@@ -179,6 +179,10 @@ def fsdp2() -> None:
         check(value, expected)
     net(torch.randn(3, 6)).sum().backward()
     check(net, expected | {name: full(value) for name, value in net.state_dict().items()})
+    net.eval()
+    with torch.no_grad():
+        net(torch.randn(3, 6))  # the parameters of the root stay gathered until its next backward pass
+    check(net, {name: full(value) for name, value in net.state_dict().items()})
 
 
 @layout(2, 4)
@@ -244,15 +248,15 @@ def fsdp1() -> None:
     grid = mesh(2, dist.get_world_size() // 2)
     for options in (
         {}, {"use_orig_params": True}, {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})},
-        {"sharding_strategy": ShardingStrategy.NO_SHARD},
+        {"sharding_strategy": ShardingStrategy.NO_SHARD}, {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+        {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "use_orig_params": True},
         {"device_mesh": grid, "sharding_strategy": ShardingStrategy.HYBRID_SHARD},
     ):  # fmt: skip
         net = Net()
         net.down.float()
-        net.up = torch.compile(net.up)
         net.tied = nn.Linear(6, 1, bias=False)
         net.tied.weight = net.gate.weight
-        expected = {name.replace("_orig_mod.", ""): t.clone() for name, t in net.state_dict().items()}
+        expected = {name: tensor.clone() for name, tensor in net.state_dict().items()}
         wrapped = FullyShardedDataParallel(net, device_id=torch.device("cpu"), **options)
         assert unwrap(wrapped) is net
         check(wrapped, expected)
@@ -260,6 +264,9 @@ def fsdp1() -> None:
             parameter.grad = torch.ones_like(parameter)
         torch.optim.SGD(wrapped.parameters(), lr=0.5).step()
         expected = {name: t - 0.5 if "norm.r" not in name and "num_" not in name else t for name, t in expected.items()}
+        wrapped.eval()
+        with torch.no_grad():
+            wrapped(torch.randn(3, 6))
         check(wrapped, expected)
         check(dict(get_model_state_dict(wrapped)), expected)
 

@@ -45,6 +45,7 @@ from trainer_client.registration import SourceMemory
 from trainer_client.report import PushReport
 from trainer_client.sources import Sources, collect, unwrap
 from trainer_client.team import Team, follow
+from trainer_client.transfer import apart
 from vllm_nixl_plugin.agent import NixlAgent
 from vllm_nixl_plugin.errors import InvalidRequest, PushFailed, PushWeightsError
 from vllm_nixl_plugin.fabric import Fabric
@@ -372,11 +373,12 @@ class WeightClient:
             self._offered = None
             offered = self._offered = self._offer(exchange, request, meeting)
         quantizer = offered.quantizer
-        if self._memory is None or self._memory.sources.places()[: len(sources.storages)] != sources.places():
-            self._release()
-            self._memory = SourceMemory(self._agent(), sources if quantizer is None else quantizer.bind(sources))
-        if quantizer is not None:
-            quantizer.measure(exchange)
+        with apart({storage.device for storage in sources.storages}):
+            if self._memory is None or self._memory.sources.places()[: len(sources.storages)] != sources.places():
+                self._release()
+                self._memory = SourceMemory(self._agent(), sources if quantizer is None else quantizer.bind(sources))
+            if quantizer is not None:
+                quantizer.measure(exchange)
         return Stock(offered.offering, self._memory, self._agent())
 
     def _offer(self, exchange: Exchange, request: Request, meeting: _Meeting) -> _Offered:

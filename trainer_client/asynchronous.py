@@ -62,7 +62,7 @@ class PushHandle:
         return self._future.done()
 
     def progress(self) -> Mapping[str, ServerProgress]:
-        """Stage, bytes sent and bytes to send, by server."""
+        """Stage, bytes sent and bytes to send, by server. Only rank 0 of a trainer of several ranks knows."""
         return self._progress.servers()
 
     def __enter__(self) -> PushHandle:

@@ -88,16 +88,20 @@ def _sweep(where: Path) -> None:
                 remove_dead(str(path))
 
 
-def remove_dead(path: str) -> None:
-    """Remove a socket of ours with its folder, if nobody listens there any more."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
-        if Path(path).stat().st_uid != os.geteuid() or not Path(path).parent.name.startswith(PREFIX):
-            return
-        try:
-            probe.settimeout(1)
-            probe.connect(path)
-        except ConnectionRefusedError:
-            shutil.rmtree(Path(path).parent, ignore_errors=True)
+def remove_dead(path: str, patience_s: float = 0.0) -> None:
+    """Remove a socket of ours with its folder, if nobody listens there any more, or after ``patience_s`` at most."""
+    deadline = time.monotonic() + patience_s
+    with contextlib.suppress(OSError):
+        while Path(path).stat().st_uid == os.geteuid() and Path(path).parent.name.startswith(PREFIX):
+            try:
+                with socket.socket(socket.AF_UNIX) as probe:
+                    probe.settimeout(1)
+                    probe.connect(path)
+            except ConnectionRefusedError:
+                shutil.rmtree(Path(path).parent, ignore_errors=True)
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(0.05)
 
 
 class ChannelClosed(Exception):

@@ -18,6 +18,8 @@ from vllm_nixl_plugin.wire import KvCachePolicy, PauseMode
 logger = logging.getLogger("vllm.nixl_plugin")
 
 RPC = "nixl_push_rpc"
+DYING_S = 2.0
+"""How long a process that ends waits for its engine's end, to clear up behind it."""
 
 Answer = dict[str, Any]
 
@@ -141,7 +143,7 @@ class Engine:
         found = (await self.call_all("channel"))[0]["result"]
         self._channel = found["path"] if found else None
         if self._channel is not None:
-            atexit.register(channel.remove_dead, self._channel)  # vLLM kills its engines without their exit handlers
+            atexit.register(channel.remove_dead, self._channel, DYING_S)  # vLLM kills its engines: no exit handlers
 
     async def _in_engines(self, method: str, *args: Any) -> list[Any]:
         """The answer of every engine; by the client's own method, which asks the first, where there is no other way."""

@@ -72,6 +72,7 @@ def trace_load(twin: Twin, weights: Sequence[WeightSpec], live: set[str]) -> Loa
             fresh = need.sources - needs_data
             if not fresh and offered.current and not offered.ended:
                 fresh = frozenset({offered.current})
+            traceback.clear_frames(need.__traceback__)  # they hold views of the twin's tensors
             if not fresh:
                 raise PlanRefused(
                     f"vLLM's loader asks for values that no weight holds ({need.op}); this model cannot be traced"
@@ -89,6 +90,7 @@ def trace_load(twin: Twin, weights: Sequence[WeightSpec], live: set[str]) -> Loa
             raise
         except Exception as error:
             name = _blamed(error.__traceback__, tracer) or offered.current
+            traceback.clear_frames(error.__traceback__)
             if not name or name in rejected or len(rejected) >= MAX_REJECTED:
                 raise PlanRefused(f"vLLM's loader failed while it was traced: {_reason(error)}") from error
             rejected[name] = _reason(error)

@@ -101,6 +101,10 @@ class LoadUnits:
             groups.join(("weight", weight), ("weight", weight))
         return [self._unit(nodes) for nodes in groups.lists()]
 
+    def rank(self, key: int) -> int:
+        """The place of a storage among all."""
+        return self._rank[key]
+
     def is_written(self, key: int) -> bool:
         """Whether the trace found anything that writes the storage."""
         return bool(self._sources.get(key))

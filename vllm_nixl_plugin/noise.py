@@ -14,21 +14,23 @@ class Noise:
     """Random tensors, cut from one pool of random bytes that is made when it is needed."""
 
     def __init__(self) -> None:
-        self._pool: torch.Tensor | None = None
+        self._pool = torch.empty(0, dtype=torch.uint8)
+
+    def make(self, nbytes: int) -> None:
+        """Make the pool, for tensors of up to so many bytes. What is cut from it depends on its size."""
+        size = max(1 << 16, min(2 * nbytes, _POOL_NBYTES)) // 16 * 16
+        words = torch.empty(size // 8, dtype=torch.int64)
+        words.random_(-(1 << 63), None, generator=torch.Generator().manual_seed(size))
+        self._pool = words.view(torch.uint8)
 
     def release(self) -> None:
         """Give the pool's memory back."""
-        self._pool = None
+        self._pool = torch.empty(0, dtype=torch.uint8)
 
     def bytes(self, nbytes: int, number: int) -> torch.Tensor:
-        """Random bytes; another part of the pool for each number. A view of the pool where it is long enough."""
-        if self._pool is None or (self._pool.numel() < min(2 * nbytes, _POOL_NBYTES)):
-            size = max(1 << 16, min(2 * nbytes, _POOL_NBYTES))
-            words = torch.empty(-(-size // 8), dtype=torch.int64)
-            words.random_(-(1 << 63), None, generator=torch.Generator().manual_seed(size))
-            self._pool = words.view(torch.uint8)
+        """Random bytes, the same ones for one number. A view of the pool where that is long enough."""
         pool = self._pool
-        start = number * 15485863 * 16 % max(16, pool.numel() - nbytes if nbytes < pool.numel() else pool.numel())
+        start = number * 15485863 * 16 % max(16, pool.numel() - nbytes)
         start -= start % 16
         if start + nbytes <= pool.numel():
             return pool[start : start + nbytes]

@@ -99,6 +99,7 @@ class SelfCheck:
         self.paths = _paths(self.twin)
         units = LoadUnits(weights, traced, planned, self.paths, _kinds(self.twin, self.paths))
         findings.units = len(units.all)
+        self.noise.make(max((units.nbytes(Unit((n,), ()), _SIZES) for n in range(len(weights))), default=0))
         comparison = _Comparison(self, units, planned, findings)
         try:
             with self._stream():
@@ -285,7 +286,7 @@ class _Comparison:
         if isinstance(info.value, torch.Tensor):
             return info.value.to(device, copy=True)
         if info.value is None:
-            return self.owner.noise.bytes(info.nbytes, key).to(device, copy=True)
+            return self.owner.noise.bytes(info.nbytes, self.units.rank(key)).to(device, copy=True)
         memory = torch.empty(info.nbytes, dtype=torch.uint8, device=device)
         memory.view(info.dtype).fill_(info.value)
         return memory

@@ -144,6 +144,8 @@ _ELEMENTWISE_IN_PLACE = {
     aten.mul_.Tensor: "mul", aten.mul_.Scalar: "mul", aten.add_.Tensor: "add", aten.add_.Scalar: "add",
     aten.sub_.Tensor: "sub", aten.sub_.Scalar: "sub", aten.div_.Tensor: "div", aten.div_.Scalar: "div",
 }  # fmt: skip
+_SMALL_NBYTES = 1 << 20
+"""Larger tensors are not read while tracing."""
 _DATA = {
     aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default, aten.nonzero.default,
     aten.masked_select.default, aten.unique_dim.default, aten._unique2.default,
@@ -236,6 +238,7 @@ class Tracer(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._records: dict[int, _Record] = {}
         self._twins: dict[int, torch.Tensor] = {}
+        self._creations: dict[str, torch.Tensor] = {}
 
     # Inputs
 
@@ -265,6 +268,8 @@ class Tracer(TorchDispatchMode):
                 storage = storages[old._cdata] = raw.untyped_storage()
                 whole = Copy((old.nbytes(),), 0, (1,), 1, 0, (1,), 1)
                 self._records[storage._cdata] = _Record(raw, [Piece(Creation(key), whole)])
+                if tensor.device.type != "meta" and old.nbytes() <= _SMALL_NBYTES:
+                    self._creations[key] = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(old)
             fresh.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
             base = getattr(type(tensor), "traced_base", type(tensor))
             real = device if tensor.device.type == "meta" and device is not None else tensor.device
@@ -363,6 +368,8 @@ class Tracer(TorchDispatchMode):
         traced = [self._twin_of(t) for t in tensors if self._is_traced(t)]
         device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else tensors[0].device
         if func in _DATA or (func is aten.index.Tensor and any(_is_bool(t) for t in traced)):
+            if (known := self._known_arguments(args, kwargs)) is not None:
+                return func(*known[0], **known[1])
             raise NeedsData(str(func), self._sources(traced))
         if func is aten.copy_.default:
             return self._copy_(*args[:2])
@@ -433,7 +440,11 @@ class Tracer(TorchDispatchMode):
         return tensor
 
     def _other(self, func: Any, args: Any, kwargs: dict[str, Any], traced: list[torch.Tensor], device: Any) -> Any:
-        """Views pass; every other op is opaque: its results depend on all of its traced inputs."""
+        """Views pass, and ops on known values run for real; every other op is opaque: its results depend on all of its
+        traced inputs."""
+        if not func._schema.is_mutable and not _is_view(func):
+            if (known := self._known_arguments(args, kwargs)) is not None:
+                return func(*known[0], **known[1])
         low_args = self._lowered(args)
         low_kwargs = {k: self._lowered(v) for k, v in kwargs.items() if k != "device"}
         try:
@@ -450,6 +461,42 @@ class Tracer(TorchDispatchMode):
             target = self._twin_of(tensor)
             self._write(target, [Piece(Opaque(str(func), sources), _between(target, target))])
         return written[0] if len(func._schema.returns) == 1 else result
+
+    def _known_arguments(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        """The arguments with real tensors in the place of traced ones, if no source has touched any of them: tables
+        that were made with the model (which experts are here) can be read."""
+        try:
+            return self._known(args), {k: self._known(v) for k, v in kwargs.items()}
+        except _NotKnown:
+            return None
+
+    def _known(self, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(self._known(v) for v in value)
+        if not isinstance(value, torch.Tensor) or not self._is_traced(value):
+            return value
+        record = self._records.get(_storage_id(value))
+        pieces = record.pieces if record is not None else ()
+        if not all(self._has_value(p) for p in pieces) or value.numel() * value.element_size() > _SMALL_NBYTES:
+            raise _NotKnown
+        out = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        raw = out.reshape(-1).view(torch.uint8)
+        for piece in self.read(value):
+            c, root = piece.copy, piece.root
+            target = _side(raw, c.shape, c.dst_strides, c.dst_offset, c.dst_itemsize)
+            if isinstance(root, Constant) and not isinstance(root.value, torch.Tensor):
+                if c.dst_itemsize != value.element_size():
+                    raise _NotKnown
+                target.copy_(torch.tensor([root.value], dtype=value.dtype).view(torch.uint8))
+            else:
+                origin = self._creations[root.key] if isinstance(root, Creation) else root.value  # type: ignore[union-attr]
+                target.copy_(_side(origin, c.shape, c.src_strides, c.src_offset, c.src_itemsize))
+        return out
+
+    def _has_value(self, piece: Piece) -> bool:
+        if isinstance(piece.root, Creation):
+            return piece.root.key in self._creations and not piece.program
+        return isinstance(piece.root, Constant) and not piece.program
 
     def _lowered(self, value: Any) -> Any:
         """Traced tensors as plain meta tensors; real operands follow them there."""
@@ -468,6 +515,23 @@ class Tracer(TorchDispatchMode):
             piece = Piece(Opaque(str(func), self._sources(traced)), _between(result, result))
             return self._new(result, [piece], device)
         return _as_traced(result, device)
+
+
+class _NotKnown(Exception):
+    """A tensor has no values that are known while tracing."""
+
+
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return any(r.alias_info is not None for r in returns) or func is aten.detach.default
+
+
+def _side(
+    raw: torch.Tensor, shape: Sequence[int], strides: Sequence[int], offset: int, itemsize: int
+) -> torch.Tensor:
+    """One side of a pure copy, as bytes."""
+    view = torch.empty(0, dtype=torch.uint8, device=raw.device)
+    return view.set_(raw.untyped_storage(), offset, (*shape, itemsize), (*strides, 1))
 
 
 def _is_bool(tensor: torch.Tensor) -> bool:

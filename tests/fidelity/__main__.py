@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from fidelity.runner import Row, as_dict, prepare, run
@@ -14,11 +15,14 @@ def main() -> int:
     parser.add_argument("models", nargs="*", help="all, when none is named")
     parser.add_argument("--compiled", action="store_true", help="compiled engines instead of eager ones")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel workers")
+    parser.add_argument("--layouts", action="store_true", help="trace and plan what cannot run here, rank by rank")
     parser.add_argument("--json", type=Path, help="write the rows here too")
     parser.add_argument("--keep", type=Path, help="keep the checkpoints and logs of models that are not equal")
     parser.add_argument("--details", type=int, default=12, help="lines to show of each difference")
     options = parser.parse_args()
     prepare()
+    if options.layouts:
+        return show_layouts(options)
     from fidelity.models import COMPILED, MODELS, TP2
 
     chosen = options.models or (COMPILED if options.compiled else TP2 if options.tp > 1 else list(MODELS))
@@ -38,6 +42,27 @@ def main() -> int:
     equal = sum(row.equal for row in rows)
     bad = [row.model for row in rows if not row.equal and not row.result.startswith("not run")]
     print(f"{equal} equal, {len(rows) - equal - len(bad)} cannot run here, {len(bad)} wrong {' '.join(bad)}")
+    return 1 if bad else 0
+
+
+def show_layouts(options: argparse.Namespace) -> int:
+    from fidelity.layouts import ROWS, run
+
+    chosen = [row for row in ROWS if row[0] in options.models] if options.models else ROWS
+    print(f"{'model':24}{'layout':14}{'model kB':>10}{'largest plan kB':>17}{'fallback':>10}{'s':>7}  result", flush=True)
+    rows = []
+    for row in run(chosen):
+        rows.append(row)
+        sizes = f"{row.weights / 1e3:10.0f}{row.largest / 1e3:17.0f}{len(row.fallback):10}"
+        unused = f" ({len(row.unused)} weights unused: {', '.join(row.unused[:3])})" if row.unused else ""
+        print(f"{row.model:24}{row.layout:14}{sizes}{row.seconds:7.1f}  {row.result}{unused}", flush=True)
+        failed = row.result.startswith("FAILED")
+        for detail in row.details[-options.details :] if failed else row.details[: options.details]:
+            print("    " + detail[:300], flush=True)
+    if options.json:
+        options.json.write_text(json.dumps([asdict(row) for row in rows]))
+    bad = [f"{row.model}/{row.layout}" for row in rows if not row.equal]
+    print(f"{len(rows) - len(bad)} equal, {len(bad)} wrong {' '.join(bad)}")
     return 1 if bad else 0
 
 

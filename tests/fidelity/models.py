@@ -35,6 +35,8 @@ _MLA = _DENSE | {
     "v_head_dim": 32, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2,
     "moe_intermediate_size": 64, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
+# Sizes of which every shard on up to four ranks is made of whole 128 by 128 blocks.
+_BLOCKS = _DENSE | {"hidden_size": 512, "intermediate_size": 512, "head_dim": 128, "num_key_value_heads": 4}
 _SCALES = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2}
 
 
@@ -221,11 +223,27 @@ MODELS: dict[str, Model] = {
     "fooling-lies": _odd("Lies"),
 }  # fmt: skip
 
+TRACED: dict[str, Model] = {
+    # forms of checkpoints that vLLM's CPU build has no kernels for: traced and planned only (layouts.py)
+    "llama-fp8-channel": Model(lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**_DENSE)), quantize="fp8-channel"),
+    "llama-fp8-tensor": Model(lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**_DENSE)), quantize="fp8-tensor"),
+    "llama-fp8-block": Model(lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**_BLOCKS)), quantize="fp8-block"),
+    "llama-fp8-kv": Model(lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**_DENSE)), quantize="fp8-kv",
+                          args={"kv_cache_dtype": "fp8"}),
+    "deepseek-v3-fp8-block": Model(lambda: tf.DeepseekV3ForCausalLM(tf.DeepseekV3Config(
+        **_MLA | _BLOCKS | {"q_lora_rank": 256, "moe_intermediate_size": 256, "num_key_value_heads": 4,
+                            "qk_nope_head_dim": 128, "v_head_dim": 128},
+        topk_method="noaux_tc", scoring_func="sigmoid")), quantize="fp8-block"),
+    "gpt-oss-mxfp4": Model(lambda: tf.GptOssForCausalLM(tf.GptOssConfig(
+        **_HEADS, num_local_experts=4, num_experts_per_tok=2, sliding_window=32)), quantize="mxfp4"),
+}  # fmt: skip
+ALL = MODELS | TRACED
+
 
 def random_model(name: str, seed: int) -> tf.PreTrainedModel:
     """A model whose every parameter and saved buffer depends on the seed, norms and biases too."""
     torch.manual_seed(seed)
-    spec = MODELS[name]
+    spec = ALL[name]
     model = spec.build().to(spec.dtype)
     generator = torch.Generator().manual_seed(seed)
     saved = model.state_dict()
@@ -275,15 +293,15 @@ def write_checkpoints(seeds: dict[str, int], name: str) -> None:
     """One checkpoint for each path, of its seed."""
     for path, seed in seeds.items():
         random_model(name, seed).save_pretrained(path)
-        if MODELS[name].quantize:
-            quantize(Path(path), MODELS[name].quantize)
-        rename = MODELS[name].names
+        if ALL[name].quantize:
+            quantize(Path(path), ALL[name].quantize)
+        rename = ALL[name].names
         for file in Path(path).glob("*.safetensors") if rename is not None else ():
             save_file({rename(key): tensor for key, tensor in load_file(file).items()}, file, {"format": "pt"})
-        if MODELS[name].runner != "generate":
+        if ALL[name].runner != "generate":
             _write_tokenizer(Path(path))
-        if MODELS[name].processor is not None:
-            _PROCESSORS[MODELS[name].processor](Path(path))
+        if ALL[name].processor is not None:
+            _PROCESSORS[ALL[name].processor](Path(path))
 
 
 COMPILED = ["llama", "qwen3-tied", "gemma2", "gpt2", "qwen3-moe", "gpt-oss-fp16", "deepseek-v2", "mamba2",

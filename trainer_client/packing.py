@@ -53,6 +53,8 @@ class PreparedBatch:
                 self._makes += makers[item.storage](item, buffer)
                 continue
             operations = tuple(operation_of(step) for step in item.program)
+            if item.program and item.program[-1].op == "to":
+                operations = operations[:-1]  # the copy into the buffer casts, with no memory in between
             copy, read_as, write_as = _types(item)
             source = view(storages[item.storage], buffer.device, read_as, copy.shape, copy.src_offset, copy.src_strides)
             target = view(buffer.untyped_storage(), buffer.device, write_as, copy.shape,

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
+from vllm_nixl_plugin.encoding import encode_landed
 from vllm_nixl_plugin.layout import Copy
 from vllm_nixl_plugin.wire import (
     Binding,
@@ -19,7 +20,6 @@ from vllm_nixl_plugin.wire import (
     PlannedCopy,
     WeightSpec,
     WorkerPlan,
-    encode_landed,
 )
 from vllm_nixl_plugin.worker import NixlWorkerExtension
 

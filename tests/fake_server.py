@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from vllm_nixl_plugin import errors
+from vllm_nixl_plugin.encoding import decode_landed, encode_plan, encode_plans, plan_digest
 from vllm_nixl_plugin.fabric import Fabric, Region
 from vllm_nixl_plugin.memory_fabric import MemoryFabric, MemoryNetwork
 from vllm_nixl_plugin.planning import TracedDestination, make_plan
@@ -33,9 +34,6 @@ from vllm_nixl_plugin.wire import (
     UpdateOpened,
     UpdateStatus,
     WorkerPlan,
-    decode_landed,
-    encode_plan,
-    encode_plans,
 )
 
 TOKEN = "a-token-for-tests"
@@ -212,9 +210,9 @@ class FakeServer:
         planned, blobs = [], {}
         for worker in self.workers:
             plan = worker.plan(manifest)
-            blobs[plan.digest()] = encode_plan(plan)
-            planned.append(PlannedWorker(worker=worker.rank, plan=plan.digest(), incarnation=worker.incarnation))
-            self.plans[plan.digest()] = blobs[plan.digest()]
+            blobs[plan_digest(plan)] = encode_plan(plan)
+            planned.append(PlannedWorker(worker=worker.rank, plan=plan_digest(plan), incarnation=worker.incarnation))
+            self.plans[plan_digest(plan)] = blobs[plan_digest(plan)]
             worker.planned = plan
         return httpx.Response(200, content=encode_plans(tuple(planned), blobs))
 

@@ -21,6 +21,7 @@ from fastapi import FastAPI
 
 from fake_plane import MANIFEST, NBYTES, PARTIAL, FakeClient, FakeEngines
 from vllm_nixl_plugin import api, channel, errors, plugin, session, settings
+from vllm_nixl_plugin.encoding import decode_plans
 from vllm_nixl_plugin.engine import Engine
 from vllm_nixl_plugin.publish import Blobs
 from vllm_nixl_plugin.steps import Steps
@@ -34,7 +35,6 @@ from vllm_nixl_plugin.wire import (
     ServerStatus,
     UpdateOpened,
     UpdateStatus,
-    decode_plans,
 )
 
 TOKEN = "secret-of-the-test"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from vllm_nixl_plugin.encoding import decode_plan, encode_plan
 from vllm_nixl_plugin.errors import PlanRefused
 from vllm_nixl_plugin.layout import identity
 from vllm_nixl_plugin.planning import TracedDestination, check_against_checkpoint, make_plan, missing
 from vllm_nixl_plugin.tracing import Constant, Creation, Opaque, Piece, Source, Tracer
-from vllm_nixl_plugin.wire import Manifest, WeightSpec, decode_plan, encode_plan
+from vllm_nixl_plugin.wire import Manifest, WeightSpec
 
 BF16 = torch.bfloat16
 

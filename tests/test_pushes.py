@@ -145,7 +145,8 @@ TRAINER = """
     from trainer_client.control import Control
     from trainer_client.conversion import convert_shards
     from trainer_client.sources import collect
-    from vllm_nixl_plugin.wire import BeginRequest, Manifest, decode_plans
+    from vllm_nixl_plugin.encoding import decode_plans
+    from vllm_nixl_plugin.wire import BeginRequest, Manifest
     url, token, path = sys.argv[1:]
     conversion = convert_shards(collect(load_file(path)).shards, None)
     control = Control(url, token=token)

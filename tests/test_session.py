@@ -12,8 +12,9 @@ import pytest
 
 from fake_plane import MANIFEST, NBYTES, PARTIAL, FakePlane
 from vllm_nixl_plugin import errors
+from vllm_nixl_plugin.encoding import decode_plan, plan_digest
 from vllm_nixl_plugin.session import STALE_HEARTBEAT_S, WorkerSession
-from vllm_nixl_plugin.wire import Manifest, decode_plan
+from vllm_nixl_plugin.wire import Manifest
 from vllm_nixl_plugin.worker import NixlWorkerExtension, answer, plain
 
 
@@ -214,7 +215,7 @@ def test_a_plan_is_made_once_per_manifest_and_read_in_pieces(bench: Bench, monke
     data = b""
     while len(data) < (piece := bench.session.plans.read(bench.plan, len(data)))["nbytes"]:
         data += piece["data"]
-    assert decode_plan(data).digest() == bench.plan
+    assert plan_digest(decode_plan(data)) == bench.plan
 
 
 def test_a_refused_plan_is_an_error_and_is_tried_again(bench: Bench) -> None:

@@ -14,9 +14,10 @@ from trainer_client.routing import Offer, compute_route
 from trainer_client.sources import collect
 from trainer_client.transfer import Lane, Transfer
 from vllm_nixl_plugin.agent import NixlAgent
+from vllm_nixl_plugin.encoding import decode_landed, plan_digest
 from vllm_nixl_plugin.errors import DeadlineExceeded, FabricError, InvalidRequest
 from vllm_nixl_plugin.memory_fabric import MemoryFabric, MemoryNetwork
-from vllm_nixl_plugin.wire import Manifest, decode_landed
+from vllm_nixl_plugin.wire import Manifest
 
 
 class Setting:
@@ -34,7 +35,7 @@ class Setting:
         self.plans = [worker.plan(Manifest(weights=conversion.weights)) for worker in self.workers]
         self.memory, self.buffers = SourceMemory(self.fabric, self.sources), SendBuffers(self.fabric)
         self.lanes = [
-            Lane(plan.digest(), worker.binding(plan, "shadow"),
+            Lane(plan_digest(plan), worker.binding(plan, "shadow"),
                  compute_route(self.offer, plan, direct_run_bytes=direct, buffer_bytes=buffer))
             for worker, plan in zip(self.workers, self.plans, strict=True)
         ]  # fmt: skip
@@ -68,7 +69,7 @@ def test_every_run_carries_the_present_bytes_and_messages_count_them(direct, buf
             landed = [decode_landed(message) for _, message in worker.agent.notifications()]
             assert [m.sequence for m in landed] == sorted(m.sequence for m in landed)
             assert sorted({m.sequence for m in landed}) == list(range(len(landed)))
-            assert {(m.update_id, m.plan) for m in landed} == {(setting.update_id, plan.digest()[:16])}
+            assert {(m.update_id, m.plan) for m in landed} == {(setting.update_id, plan_digest(plan)[:16])}
             assert sum(m.nbytes for m in landed) == plan.nbytes
         assert sum(setting.progress) == sent.nbytes == sum(plan.nbytes for plan in setting.plans)
         assert setting.transfer.drain(0.0)

@@ -110,7 +110,7 @@ class Control:
         return self._record(ServerStatus, self._request("GET", "/status"))
 
     def plan(self, manifest: Manifest, timeout_s: float) -> bytes:
-        """The plan of every worker, as `wire.decode_plans` reads them. Errors: PlanRefused."""
+        """The plan of every worker, as `encoding.decode_plans` reads them. Errors: PlanRefused."""
         answer = self._request(
             "POST", "/plan", body=manifest.model_dump_json(), params={"timeout_s": timeout_s}, wait_s=timeout_s,
             headers={"Accept": "application/octet-stream"},

@@ -16,9 +16,10 @@ from trainer_client.registration import SendBuffers, SourceMemory
 from trainer_client.routing import Offer, Route, compute_route
 from trainer_client.sources import Shard
 from trainer_client.transfer import Lane, Transfer
+from vllm_nixl_plugin.encoding import decode_plans
 from vllm_nixl_plugin.errors import InvalidRequest, PlanRefused, WorkerFailed
 from vllm_nixl_plugin.fabric import Fabric
-from vllm_nixl_plugin.wire import Binding, Manifest, PlannedWorker, WorkerPlan, decode_plans
+from vllm_nixl_plugin.wire import Binding, Manifest, PlannedWorker, WorkerPlan
 
 
 class Offering:

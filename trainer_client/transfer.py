@@ -27,9 +27,10 @@ from trainer_client.batching import Runs
 from trainer_client.packing import PreparedBatch
 from trainer_client.registration import BUFFERS, Place, SendBuffers, SourceMemory
 from trainer_client.routing import Route
+from vllm_nixl_plugin.encoding import encode_landed
 from vllm_nixl_plugin.errors import DeadlineExceeded, FabricError, InvalidRequest
 from vllm_nixl_plugin.fabric import Descriptors, Fabric, Memory, Write, wait_all
-from vllm_nixl_plugin.wire import Binding, Landed, encode_landed
+from vllm_nixl_plugin.wire import Binding, Landed
 
 if TYPE_CHECKING:
     import torch

@@ -22,6 +22,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, Field, ValidationError
 
 from vllm_nixl_plugin import errors, publish, settings
+from vllm_nixl_plugin.encoding import encode_plans
 from vllm_nixl_plugin.updates import Updates
 from vllm_nixl_plugin.wire import (
     MAX_BODY_BYTES,
@@ -33,7 +34,6 @@ from vllm_nixl_plugin.wire import (
     PauseMode,
     Record,
     Seconds,
-    encode_plans,
 )
 
 logger = logging.getLogger("vllm.nixl_plugin")

@@ -23,7 +23,7 @@ class Copy:
     With equal itemsizes the copy is *pure*: it moves bytes and may be cut anywhere; otherwise it converts each element.
     A conversion between dtypes of one size looks pure here: its caller composes it with copies of that itemsize only.
 
-    The constructor checks nothing, so that plans of millions of copies load quickly; `wire.decode_plan` checks.
+    The constructor checks nothing, so that plans of millions of copies load quickly; `encoding.decode_plan` checks.
     """
 
     shape: tuple[int, ...]

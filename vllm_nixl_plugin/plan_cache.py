@@ -11,8 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_nixl_plugin.encoding import encode_plan
 from vllm_nixl_plugin.errors import PushWeightsError, UnknownPlan, said
-from vllm_nixl_plugin.wire import Manifest, WorkerPlan, encode_plan
+from vllm_nixl_plugin.wire import Manifest, WorkerPlan
 
 logger = logging.getLogger("vllm.nixl_plugin")
 

@@ -28,9 +28,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from vllm_nixl_plugin import errors
+from vllm_nixl_plugin.encoding import decode_landed
 from vllm_nixl_plugin.plan_cache import CachedPlan, PlanCache
 from vllm_nixl_plugin.readings import Readings
-from vllm_nixl_plugin.wire import Binding, Landed, Manifest, Mode, WeightSpec, WorkerPlan, decode_landed
+from vllm_nixl_plugin.wire import Binding, Landed, Manifest, Mode, WeightSpec, WorkerPlan
 
 logger = logging.getLogger("vllm.nixl_plugin")
 

@@ -1,4 +1,4 @@
-"""What travels between trainer and servers: the schema, its caps, and the compact binary form of a plan.
+"""What travels between trainer and servers: the schema and its caps. The binary forms of it are in `encoding`.
 
 Shared by both packages; pydantic and the standard library only. Everything is frozen, versioned and checked on entry;
 nothing is ever pickled. docs/protocol.md describes the same in prose.
@@ -10,14 +10,10 @@ The *layout* half of a plan (`WorkerPlan`) has no address in it, is the same for
 from __future__ import annotations
 
 import hashlib
-import json
-import struct
-import zlib
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from vllm_nixl_plugin.errors import InvalidRequest
 from vllm_nixl_plugin.layout import Copy
 
 PROTOCOL_VERSION = 1
@@ -109,10 +105,6 @@ class WorkerPlan(Record):
     fallback: tuple[Name, ...] = ()
     stale: tuple[Name, ...] = ()
     """Models of the worker that the manifest has no weights for, and that keep theirs: ``draft``."""
-
-    def digest(self) -> str:
-        """Names the plan: the hash of its encoded form."""
-        return hashlib.sha256(encode_plan(self)).hexdigest()
 
     @property
     def nbytes(self) -> int:
@@ -286,145 +278,3 @@ class Landed(Record):
     nbytes: NBytes
     plan: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
     """The first 16 hexadecimal digits of the plan's digest."""
-
-
-_LANDED = struct.Struct("<4sB16sIQ8s")
-
-
-def encode_landed(message: Landed) -> bytes:
-    """The bytes of a NIXL notification."""
-    return _LANDED.pack(
-        b"NXLD", PROTOCOL_VERSION, bytes.fromhex(message.update_id), message.sequence, message.nbytes,
-        bytes.fromhex(message.plan),
-    )
-
-
-def decode_landed(data: bytes) -> Landed:
-    """Errors: InvalidRequest when the bytes are not a notification of this version."""
-    if len(data) != _LANDED.size:
-        raise InvalidRequest(f"a notification of {len(data)} bytes; expected {_LANDED.size}")
-    magic, version, update, sequence, nbytes, plan = _LANDED.unpack(data)
-    if magic != b"NXLD" or version != PROTOCOL_VERSION:
-        raise InvalidRequest(f"a notification of kind {magic!r} version {version}; expected {PROTOCOL_VERSION}")
-    return Landed(update_id=update.hex(), sequence=sequence, nbytes=nbytes, plan=plan.hex())
-
-
-# The binary form of a plan: magic, version, lengths, a zlib-compressed JSON head (names, shapes, programs), then every
-# copy as little-endian signed 64-bit numbers: weight, destination, program, source itemsize, destination itemsize,
-# number of dims, source offset, destination offset, shape…, source strides…, destination strides….
-
-_PLAN_HEAD = struct.Struct("<4sBIQ")
-_COPY_FIXED = 8
-
-
-def encode_plan(plan: WorkerPlan) -> bytes:
-    """The canonical bytes of a plan: equal plans give equal bytes."""
-    programs: dict[tuple[Step, ...], int] = {}
-    numbers: list[int] = []
-    for c in plan.copies:
-        g = c.copy_
-        numbers += (c.weight, c.destination, programs.setdefault(c.program, len(programs)), g.src_itemsize,
-                    g.dst_itemsize, len(g.shape), g.src_offset, g.dst_offset, *g.shape, *g.src_strides, *g.dst_strides)
-    head: dict[str, Any] = {
-        "weights": [w.model_dump(mode="json") for w in plan.weights],
-        "destinations": [d.model_dump(mode="json") for d in plan.destinations],
-        "programs": [[s.model_dump(mode="json") for s in program] for program in programs],
-        "unused": list(plan.unused),
-        "fallback": list(plan.fallback),
-    }
-    if plan.stale:
-        head["stale"] = list(plan.stale)
-    packed = zlib.compress(json.dumps(head, separators=(",", ":"), sort_keys=True).encode(), 1)
-    body = struct.pack(f"<{len(numbers)}q", *numbers)
-    return _PLAN_HEAD.pack(b"NXPL", PROTOCOL_VERSION, len(packed), len(plan.copies)) + packed + body
-
-
-def decode_plan(data: bytes) -> WorkerPlan:
-    """Errors: InvalidRequest when bytes are cut, of another version, over a cap, or name things that are not there."""
-    if len(data) < _PLAN_HEAD.size:
-        raise InvalidRequest(f"a plan of {len(data)} bytes is cut short")
-    magic, version, head_nbytes, n_copies = _PLAN_HEAD.unpack_from(data)
-    if magic != b"NXPL" or version != PROTOCOL_VERSION:
-        raise InvalidRequest(f"a plan of kind {magic!r} version {version}; expected version {PROTOCOL_VERSION}")
-    start = _PLAN_HEAD.size + head_nbytes
-    if n_copies > MAX_COPIES or start > len(data) or (len(data) - start) % 8:
-        raise InvalidRequest(f"a plan of {n_copies} copies in {len(data)} bytes: over the cap, or cut short")
-    inflate = zlib.decompressobj()
-    try:
-        text = inflate.decompress(data[_PLAN_HEAD.size : start], MAX_BODY_BYTES)
-        head = json.loads(text)
-        programs = [tuple(Step.model_validate(s) for s in program) for program in head.pop("programs")]
-        shell = WorkerPlan.model_validate(head | {"copies": ()})
-    except (zlib.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidRequest(f"the head of a plan cannot be read: {error}") from None
-    n = struct.unpack_from(f"<{(len(data) - start) // 8}q", data, start)
-    copies: list[PlannedCopy] = []
-    at = 0
-    for _ in range(n_copies):
-        if at + _COPY_FIXED > len(n):
-            raise InvalidRequest("the copies of a plan are cut short")
-        weight, destination, program, src_size, dst_size, dims, src, dst = n[at : at + _COPY_FIXED]
-        at += _COPY_FIXED
-        if not (0 <= weight < len(shell.weights) and 0 <= destination < len(shell.destinations)
-                and 0 <= program < len(programs) and 0 <= dims <= MAX_DIMS and at + 3 * dims <= len(n)
-                and 0 < src_size <= 16 and 0 < dst_size <= 16):
-            raise InvalidRequest(f"copy {len(copies)} of a plan names something that is not there")
-        shape, src_strides, dst_strides = (n[at + i * dims : at + (i + 1) * dims] for i in range(3))
-        at += 3 * dims
-        geometry = Copy(shape, src, src_strides, src_size, dst, dst_strides, dst_size)
-        limit = shell.destinations[destination].nbytes
-        if min(geometry.shape, default=1) < 0 or not _inside(geometry, limit):
-            raise InvalidRequest(f"copy {len(copies)} of a plan leaves destination {destination} of {limit} bytes")
-        copies.append(PlannedCopy(weight=weight, destination=destination, copy_=geometry, program=programs[program]))
-    if at != len(n):
-        raise InvalidRequest("a plan has bytes behind its last copy")
-    return shell.model_copy(update={"copies": tuple(copies)})
-
-
-def _inside(copy: Copy, nbytes: int) -> bool:
-    low = high = copy.dst_offset
-    for extent, stride in zip(copy.shape, copy.dst_strides, strict=True):
-        if stride < 0:
-            return False
-        high += max(extent - 1, 0) * stride
-    return low >= 0 and (not copy.numel or high + copy.dst_itemsize <= nbytes)
-
-
-# Several plans in one answer: magic, version, length of a JSON head, the head, the plans one after another. The head
-# lists the plan of each worker and, in the order of the plans, [digest, number of bytes].
-
-_PLANS_HEAD = struct.Struct("<4sBI")
-
-
-def encode_plans(workers: tuple[PlannedWorker, ...], plans: dict[str, bytes]) -> bytes:
-    """``plans``: the encoded plan of each digest. Plans that several workers share travel once."""
-    sizes = [[digest, len(plans[digest])] for digest in plans]
-    head = {"workers": [w.model_dump(mode="json") for w in workers], "plans": sizes}
-    packed = json.dumps(head, separators=(",", ":"), sort_keys=True).encode()
-    return _PLANS_HEAD.pack(b"NXPS", PROTOCOL_VERSION, len(packed)) + packed + b"".join(plans.values())
-
-
-def decode_plans(data: bytes) -> tuple[tuple[PlannedWorker, ...], dict[str, WorkerPlan]]:
-    """The plan of each worker by digest. Errors: InvalidRequest when bytes are cut, altered, or of another version."""
-    if len(data) < _PLANS_HEAD.size:
-        raise InvalidRequest(f"an answer of {len(data)} bytes with plans is cut short")
-    magic, version, head_nbytes = _PLANS_HEAD.unpack_from(data)
-    if magic != b"NXPS" or version != PROTOCOL_VERSION:
-        raise InvalidRequest(f"plans of kind {magic!r} version {version}; expected version {PROTOCOL_VERSION}")
-    at = _PLANS_HEAD.size + head_nbytes
-    try:
-        head = json.loads(data[_PLANS_HEAD.size : at])
-        workers = tuple(PlannedWorker.model_validate(w) for w in head["workers"])
-        sizes = [(str(digest), int(nbytes)) for digest, nbytes in head["plans"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise InvalidRequest(f"the head of an answer with plans cannot be read: {error}") from None
-    plans: dict[str, WorkerPlan] = {}
-    for digest, nbytes in sizes:
-        blob = data[at : at + nbytes]
-        if nbytes < 0 or len(blob) != nbytes or hashlib.sha256(blob).hexdigest() != digest:
-            raise InvalidRequest(f"plan {digest} is cut short or altered")
-        plans[digest] = decode_plan(blob)
-        at += nbytes
-    if at != len(data) or any(w.plan not in plans for w in workers):
-        raise InvalidRequest("an answer with plans has bytes left over, or lacks the plan of a worker")
-    return workers, plans

@@ -127,8 +127,9 @@ def _real(worker: Any) -> Any:
 
 def _push(worker: Any, target: str, mode: str) -> dict[str, Any]:
     from harness.checkpoints import read_weights
+    from vllm_nixl_plugin.encoding import decode_plan, encode_plan
     from vllm_nixl_plugin.plane import create_plane
-    from vllm_nixl_plugin.wire import Manifest, WeightSpec, decode_plan, encode_plan
+    from vllm_nixl_plugin.wire import Manifest, WeightSpec
 
     worker = _real(worker)
     plane = worker.__dict__.get("fidelity_plane")

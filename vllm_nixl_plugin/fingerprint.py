@@ -65,7 +65,7 @@ def _lines(worker: Any) -> Iterator[tuple[str, str]]:
                     yield place, _line(value, known) + (f" shares {shared}" if shared != place else "")
                 elif graph.is_releasing(value) or isinstance(value, torch.ScriptObject):
                     opaque = True
-                elif isinstance(value, int | float) and at_load.get(inside, value) == state_of(value):
+                elif isinstance(value, int | float) and _of_the_model(value, inside, at_load):
                     yield place, repr(value)
             if opaque:
                 yield f"{above}{path}()", _seen_through(module)
@@ -75,6 +75,11 @@ def differences(a: Mapping[str, str], b: Mapping[str, str]) -> list[str]:
     """One line for each path on which two fingerprints differ."""
     unlike = [p for p in sorted(a.keys() | b.keys()) if a.get(p) != b.get(p)]
     return [f"{p}: {a.get(p, 'absent')} | {b.get(p, 'absent')}" for p in unlike]
+
+
+def _of_the_model(value: float, path: str, at_load: Mapping[str, Any]) -> bool:
+    """Whether a number is what loading left: others count what the engine has done (requests, hits of a cache)."""
+    return not at_load or (path in at_load and at_load[path] == state_of(value))
 
 
 def _line(tensor: torch.Tensor, known: dict[tuple[Any, ...], int]) -> str:

@@ -83,7 +83,8 @@ class LoadRecord:
         if module is None:
             return None
         value = module._parameters.get(name, module._buffers.get(name))
-        return value if value is not None else getattr(module, name, None)
+        value = value if value is not None else getattr(module, name, None)
+        return value if isinstance(value, torch.Tensor) else None  # kernels wrap tensors in classes of their own
 
 
 _records: weakref.WeakKeyDictionary[nn.Module, LoadRecord] = weakref.WeakKeyDictionary()

@@ -88,6 +88,7 @@ class WorkerPlane:
     def make_plan(self, manifest: Manifest) -> WorkerPlan:
         """Errors: PlanRefused naming weights."""
         with self._lock:
+            self._refuse_asleep()
             self._refuse_what_would_go_wrong()
             held = plan_models(manifest, self.target, self.drafters)
             self._refuse_unseen(held)

@@ -162,23 +162,23 @@ class Parts:
         ranks = len(self.trainer.devices)
         seconds = {}
         for name, shift in (("straight", 0), ("crossed", 1)):
-            arguments = [
-                {"nbytes": self._nbytes // ranks,
-                 "targets": [self._device(layout.gpus[(rank + shift) % len(layout.gpus)]) for layout in self.layouts]}
+            targets = [
+                [self._device(rank, layout.gpus[(rank + shift) % len(layout.gpus)]) for layout in self.layouts]
                 for rank in range(ranks)
-            ]  # fmt: skip
+            ]
+            arguments = [{"nbytes": self._nbytes // ranks, "targets": some} for some in targets]
             try:
                 seconds[name] = max(self.trainer.each("copies", arguments))
                 rate = self._nbytes * len(self.layouts) / 1e9 / seconds[name]
-                where = ", ".join(f"{d}->{'+'.join(a['targets'])}"
-                                  for d, a in zip(self.trainer.devices, arguments, strict=True))  # fmt: skip
+                ways = zip(self.trainer.devices, targets, strict=True)
+                where = ", ".join(f"{device}->{'+'.join(some)}" for device, some in ways)
                 self.report(f"{name} copies at once ({where}): {seconds[name] * 1e3:.1f} ms, {rate:.0f} GB/s")
             except Exception as error:  # noqa: BLE001 - the rest of the table stands without them
                 self.report(f"{name} copies: FAILED", end_of(error))
         return seconds
 
-    def _device(self, gpu: int) -> str:
-        return "cpu" if self.args.device == "cpu" else f"cuda:{gpu}"
+    def _device(self, rank: int, gpu: int) -> str:
+        return "cpu" if self.args.device == "cpu" else self.trainer.seen_by(rank, f"cuda:{gpu}")
 
     def fan(self) -> bool:
         """All servers at once against the first of them alone."""

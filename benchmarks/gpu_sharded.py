@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--moe-layers", type=int, default=13, help="of a large MoE: 1.2 GB each, and 1.2 GB")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--pushes", type=int, default=20, help="of part load")
+    parser.add_argument("--own-first", action="store_true", help="each rank sees its own GPU as number 0")
     parser.add_argument("--tiny", action="store_true", help="large models are tiny, to try the benchmark out")
 
 
@@ -48,7 +49,8 @@ def run(args: argparse.Namespace, folder: Path, report: Report) -> bool:
     fine = True
     try:
         for number, scene in enumerate(scenes):
-            trainers.append(Trainer(scene.devices(args.device), folder / f"trainer-{number}.log"))
+            log = folder / f"trainer-{number}.log"
+            trainers.append(Trainer(scene.devices(args.device), log, own_first=args.own_first))
         started = start_all(wanted, report)
         for number, scene in enumerate(scenes):
             ours = {key[1:]: made for key, made in started.items() if key[0] == number}

@@ -183,9 +183,11 @@ class RankFailed(Exception):
 class Trainer:
     """All ranks of one trainer, one per device; they end with the context."""
 
-    def __init__(self, devices: list[str], log: Path) -> None:
+    def __init__(self, devices: list[str], log: Path, *, own_first: bool = False) -> None:
+        """``own_first``: each rank sees its own GPU as number 0, and the others behind it."""
         port = measure.free_port()
         self.devices = devices
+        self._own_first = own_first
         self._log = log
         self._processes: list[subprocess.Popen[bytes]] = []
         self._requests: list[IO[str]] = []
@@ -198,13 +200,27 @@ class Trainer:
                 theirs_in, ours_out = os.pipe()
                 ours_in, theirs_out = os.pipe()
                 numbers = map(str, (rank, len(devices), port, theirs_in, theirs_out))
+                seen = {}
+                if own_first and device != "cpu":
+                    seen = {"CUDA_VISIBLE_DEVICES": ",".join(one[5:] for one in self._order(rank))}
                 self._processes.append(subprocess.Popen(
-                    [sys.executable, str(Path(__file__)), *numbers, device], pass_fds=[theirs_in, theirs_out],
-                    env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out))  # fmt: skip
+                    [sys.executable, str(Path(__file__)), *numbers, self.seen_by(rank, device)],
+                    pass_fds=[theirs_in, theirs_out], env=environment | seen, stdin=subprocess.DEVNULL, stdout=out,
+                    stderr=out))  # fmt: skip
                 os.close(theirs_in)
                 os.close(theirs_out)
                 self._requests.append(os.fdopen(ours_out, "w"))
                 self._answers.append(os.fdopen(ours_in))
+
+    def seen_by(self, rank: int, device: str) -> str:
+        """What a rank calls a device."""
+        if not self._own_first or device == "cpu":
+            return device
+        return f"cuda:{self._order(rank).index(device)}"
+
+    def _order(self, rank: int) -> list[str]:
+        every = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        return [self.devices[rank], *(device for device in every if device != self.devices[rank])]
 
     def wait(self) -> None:
         """Until all ranks are there. Errors: RankFailed."""

@@ -20,7 +20,7 @@ import pytest
 from fastapi import FastAPI
 
 from fake_plane import MANIFEST, NBYTES, PARTIAL, FakeClient, FakeEngines
-from vllm_nixl_plugin import api, channel, errors, plugin, session, settings
+from vllm_nixl_plugin import api, channel, errors, lease, plugin, settings
 from vllm_nixl_plugin.encoding import decode_plans
 from vllm_nixl_plugin.engine import Engine
 from vllm_nixl_plugin.publish import Blobs
@@ -46,6 +46,12 @@ def token(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PUSH_WEIGHTS_TOKEN_FILE", "PUSH_WEIGHTS_ALLOW_ANONYMOUS", "PUSH_WEIGHTS_READY_AFTER_PUSH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PUSH_WEIGHTS_TOKEN", TOKEN)
+
+
+@pytest.fixture
+def soon_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An API process counts as dead when it has said nothing for half a second."""
+    monkeypatch.setattr(lease, "STALE_HEARTBEAT_S", 0.5)
 
 
 @pytest.fixture
@@ -593,7 +599,7 @@ def test_begin_without_memory_on_one_worker_ends_it_on_all(engines: FakeEngines)
             with pytest.raises(errors.InsufficientMemory) as refused:
                 await server.begin(mode)  # type: ignore[arg-type]
             assert refused.value.details == {"lacking_nbytes": 12, "worker": 3}
-            await until(lambda: engines.workers[0][0].__dict__["_nixl_push_session"].lease is None)
+            await until(lambda: engines.workers[0][0].__dict__["_nixl_push_session"].judge.lease is None)
             assert (await server.status()).state == "serving"
         engines.planes[3].fail.clear()
         assert (await server.push()).state == "done"
@@ -753,6 +759,15 @@ def test_a_commit_leaves_an_engine_paused_that_was_paused_by_hand(engines: FakeE
     alone(test, engines)
 
 
+async def claimed_by_a_dying_process(
+    server: Server, update_id: str, request: CommitRequest
+) -> tuple[Steps, dict[str, Any]]:
+    """Stop a process's watchdog and tasks, and put a commit into its hands all the same: its steps, and their args."""
+    await server.updates.stop()
+    claim = (await server.updates._claim(update_id, "commit", request.model_dump()))["claim"]
+    return Steps(server.updates.engine, update_id, claim, 1.0), {"update_id": update_id, "claim": claim}
+
+
 @pytest.mark.parametrize("mode", ["shadow", "in_place"])
 @pytest.mark.parametrize(
     ("died_after", "pauses"),
@@ -771,21 +786,17 @@ def test_a_commit_leaves_an_engine_paused_that_was_paused_by_hand(engines: FakeE
         ("finish by another engine", 1),
     ],
 )
+@pytest.mark.usefixtures("soon_stale")
 def test_the_watchdog_finishes_what_a_dead_process_left(
-    engines: FakeEngines, monkeypatch: pytest.MonkeyPatch, died_after: str, pauses: int, mode: Mode
+    engines: FakeEngines, died_after: str, pauses: int, mode: Mode
 ) -> None:
     async def main() -> None:
-        monkeypatch.setattr(session, "STALE_HEARTBEAT_S", 0.3)
-        monkeypatch.setattr("vllm_nixl_plugin.updates.STALE_HEARTBEAT_S", 0.3)
         dead, alive = Server(engines), Server(engines)
         async with running(dead, alive):
             opened = await dead.begin(mode)
             dead.land(opened.update_id)
             update_id, engine = opened.update_id, dead.updates.engine
-            await dead.updates.stop()
-            claimed = await dead.updates._claim(update_id, "commit", CommitRequest(kv_cache="keep").model_dump())
-            mine = {"update_id": update_id, "claim": claimed["claim"]}
-            steps = Steps(engine, update_id, claimed["claim"], 1.0)
+            steps, mine = await claimed_by_a_dying_process(dead, update_id, CommitRequest(kv_cache="keep"))
             only = {"the judge": [0], "another": [3], "the judge's engine": [0, 1], "another engine": [2, 3]}
             for each in ("claim", "prepare", "pausing", "pause", "install", "resuming", "resume", "finish"):
                 if each in ("pausing", "resuming"):
@@ -816,25 +827,20 @@ def test_the_watchdog_finishes_what_a_dead_process_left(
     asyncio.run(main())
 
 
-def test_a_dead_process_leaves_nothing_behind_that_still_installs(
-    engines: FakeEngines, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("soon_stale")
+def test_a_dead_process_leaves_nothing_behind_that_still_installs(engines: FakeEngines) -> None:
     """It was about to pause when its heart stopped, and its install arrives after another has undone the update."""
 
     async def main() -> None:
-        monkeypatch.setattr(session, "STALE_HEARTBEAT_S", 0.3)
-        monkeypatch.setattr("vllm_nixl_plugin.updates.STALE_HEARTBEAT_S", 0.3)
         dead, alive = Server(engines), Server(engines)
         async with running(dead, alive):
             opened = await dead.begin()
             dead.land(opened.update_id)
             update_id, engine = opened.update_id, dead.updates.engine
-            await dead.updates.stop()
-            options = CommitRequest(kv_cache="keep", timeout_s=0.1).model_dump()
-            claimed = await dead.updates._claim(update_id, "commit", options)
-            mine = {"update_id": update_id, "claim": claimed["claim"]}
+            request = CommitRequest(kv_cache="keep", timeout_s=0.1)
+            steps, mine = await claimed_by_a_dying_process(dead, update_id, request)
             await engine.call_all("prepare", mine)
-            await Steps(engine, update_id, claimed["claim"], 1.0)._record("pausing", held=False)
+            await steps._record("pausing", held=False)
             never = asyncio.Event()
 
             async def pause(mode: str, kv_cache: str) -> None:
@@ -873,12 +879,9 @@ def test_the_end_of_an_update_that_reached_only_the_judge_is_learnt_at_the_next_
     alone(test, engines)
 
 
-def test_the_watchdog_resumes_an_engine_whose_in_place_begin_died_before_it_answered(
-    engines: FakeEngines, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("soon_stale")
+def test_the_watchdog_resumes_an_engine_whose_in_place_begin_died_before_it_answered(engines: FakeEngines) -> None:
     async def main() -> None:
-        monkeypatch.setattr(session, "STALE_HEARTBEAT_S", 0.3)
-        monkeypatch.setattr("vllm_nixl_plugin.updates.STALE_HEARTBEAT_S", 0.3)
         dead, alive = Server(engines), Server(engines)
         async with running(dead, alive):
             await dead.plan()
@@ -901,12 +904,9 @@ def test_the_watchdog_resumes_an_engine_whose_in_place_begin_died_before_it_answ
     asyncio.run(main())
 
 
-def test_a_pause_that_comes_after_another_process_ended_the_update_is_taken_back(
-    engines: FakeEngines, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("soon_stale")
+def test_a_pause_that_comes_after_another_process_ended_the_update_is_taken_back(engines: FakeEngines) -> None:
     async def main() -> None:
-        monkeypatch.setattr(session, "STALE_HEARTBEAT_S", 0.3)
-        monkeypatch.setattr("vllm_nixl_plugin.updates.STALE_HEARTBEAT_S", 0.3)
         slow, quick = Server(engines, heartbeat_s=60, watch_s=60), Server(engines)
         async with running(slow, quick):
             pause, late = slow.updates.engine.pause, asyncio.Event()
@@ -929,12 +929,9 @@ def test_a_pause_that_comes_after_another_process_ended_the_update_is_taken_back
     asyncio.run(main())
 
 
-def test_a_living_commit_is_not_taken_over_however_long_its_install(
-    engines: FakeEngines, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("soon_stale")
+def test_a_living_commit_is_not_taken_over_however_long_its_install(engines: FakeEngines) -> None:
     async def main() -> None:
-        monkeypatch.setattr(session, "STALE_HEARTBEAT_S", 0.5)
-        monkeypatch.setattr("vllm_nixl_plugin.updates.STALE_HEARTBEAT_S", 0.5)
         a, b = Server(engines), Server(engines)
         async with running(a, b):
             opened = await a.begin()
@@ -944,8 +941,8 @@ def test_a_living_commit_is_not_taken_over_however_long_its_install(
             await a.commit(opened.update_id)
             await until(lambda: engines.paused)
             await asyncio.sleep(1.5)
-            lease = engines.workers[0][0].__dict__["_nixl_push_session"].lease
-            assert (lease.claim, lease.claimant) == (1, a.updates.claimant)
+            held = engines.workers[0][0].__dict__["_nixl_push_session"].judge.lease
+            assert (held.claim, held.claimant) == (1, a.updates.claimant)
             for plane in engines.planes:
                 plane.block.set()
             assert (await b.outcome(opened.update_id)).state == "done"

@@ -13,7 +13,8 @@ import pytest
 from fake_plane import MANIFEST, NBYTES, PARTIAL, FakePlane
 from vllm_nixl_plugin import errors
 from vllm_nixl_plugin.encoding import decode_plan, plan_digest
-from vllm_nixl_plugin.session import STALE_HEARTBEAT_S, WorkerSession
+from vllm_nixl_plugin.lease import STALE_HEARTBEAT_S
+from vllm_nixl_plugin.session import WorkerSession
 from vllm_nixl_plugin.wire import Manifest
 from vllm_nixl_plugin.worker import NixlWorkerExtension, answer, plain
 
@@ -689,6 +690,6 @@ def test_the_extension_has_one_attribute_and_it_never_raises(monkeypatch: pytest
 def test_actions_of_the_judge_are_done_by_the_judge_alone(bench: Bench) -> None:
     ask = {"nonce": "n", "action": "grant", "args": {"update_id": "0" * 32, "holder": "", "lease_s": 1.0}}
     assert answer(bench.session, ask | {"judge": 0})["result"] is None
-    assert bench.session.lease is None
+    assert bench.session.judge.lease is None
     ask["args"]["plans"] = {"3": bench.plan}  # type: ignore[index]
     assert answer(bench.session, ask | {"judge": 3})["result"] == {"epoch": 1}

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from vllm_nixl_plugin.encoding import encode_plan
@@ -29,6 +30,11 @@ class CachedPlan:
     digest: str
     blob: bytes
     full: bool
+
+    @cached_property
+    def nbytes(self) -> int:
+        """`WorkerPlan.nbytes`, counted once."""
+        return self.plan.nbytes
 
 
 @dataclass

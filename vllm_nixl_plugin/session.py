@@ -23,118 +23,21 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from vllm_nixl_plugin import errors
-from vllm_nixl_plugin.encoding import decode_landed
+from vllm_nixl_plugin.lease import STALE_HEARTBEAT_S, Judge, superseded
+from vllm_nixl_plugin.opened import INSTALLING_STEPS, PAUSED_STEPS, Update
 from vllm_nixl_plugin.plan_cache import CachedPlan, PlanCache
 from vllm_nixl_plugin.readings import Readings
-from vllm_nixl_plugin.wire import Binding, Landed, Manifest, Mode, WeightSpec, WorkerPlan
+from vllm_nixl_plugin.stages import Plane
+from vllm_nixl_plugin.wire import Mode
 
 logger = logging.getLogger("vllm.nixl_plugin")
 
 HISTORY = 20
-STALE_HEARTBEAT_S = 10.0
 FIRST_VERSION = "default"
-
-PAUSED_STEPS = ("pausing", "installing", "installed", "resuming", "undoing")
-INSTALLING_STEPS = ("installing", "installed", "resuming")
-
-
-class Plane(Protocol):
-    """What a worker can do with weights and memory. `vllm_nixl_plugin.plane` has the real one."""
-
-    def describe(self) -> dict[str, Any]:
-        """Plain values: ``worker`` (data_parallel_index * world_size + rank), ranks and sizes, model, dtype, device."""
-
-    def make_plan(self, manifest: Manifest) -> WorkerPlan:
-        """Takes seconds and runs in a thread. Errors: PlanRefused."""
-
-    def bind(self, plan: WorkerPlan, mode: Mode) -> Binding:
-        """Allocate and register. Errors: InsufficientMemory, RegistrationFailed, EngineAsleep; then nothing is left."""
-
-    def notifications(self) -> list[tuple[str, bytes]]:
-        """Agent name and message of every notification since the last call."""
-
-    def install(self, plan: WorkerPlan, mode: Mode) -> dict[str, float]:
-        """Put the weights in place, the engine being paused; seconds by stage. Errors: InstallFailed, NeedsRestart,
-        with ``untouched=True`` among the details when nothing was changed yet."""
-
-    def discard(self, plan: WorkerPlan, mode: Mode) -> None:
-        """The update is over without an install. Memory that an undrained writer may reach waits for `fence`."""
-
-    def fence(self) -> None:
-        """Destroy the NIXL agent and take a new name: no earlier writer reaches memory any more."""
-
-    def may_write(self, writer: str) -> bool:
-        """Whether this process (`processes.this_process`) could write to memory of this worker in spite of a fence."""
-
-    def incarnation(self) -> str:
-        """Changes at worker start and at each fence."""
-
-    def summary(self, plan: WorkerPlan) -> dict[str, Any]:
-        """The plan for people."""
-
-    def checkpoint(self) -> Sequence[WeightSpec]:
-        """Weights of the checkpoint that vLLM loaded the model from, in its order; none where there was none."""
-
-    def fingerprint(self) -> Iterator[list[tuple[str, str]]]:
-        """Path and checksum of everything that the engine can read, in slices of a fraction of a second each.
-
-        Errors: EngineAsleep, at each slice.
-        """
-
-
-@dataclass
-class Lease:
-    """Held by the judge. ``claimant`` is the API process whose task commits; its heartbeat shows that it lives.
-
-    ``request`` names the request that got the last claim: asked again, because the answer was lost, it gets the same.
-    """
-
-    update_id: str
-    holder: str
-    until: float
-    heartbeat: float
-    epoch: int
-    claim: int = 0
-    claimant: str = ""
-    request: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class Update:
-    """The open update of this worker.
-
-    ``step`` is recorded before it happens; the judge's is the one that counts. ``drained``: no writer is under way;
-    ``prepared``: the plane has made the install ready.
-    """
-
-    id: str
-    epoch: int
-    version: str
-    mode: Mode
-    holder: str
-    cached: CachedPlan
-    incarnation: str
-    writers: tuple[str, ...] = ()
-    claim: int = 0
-    step: str | None = None
-    drained: bool = False
-    prepared: bool = False
-    landed: set[tuple[str, int]] = field(default_factory=set)
-    arrived_nbytes: int = 0
-    foreign: int = 0
-    stages: dict[str, float] | None = None
-    install_error: errors.PushWeightsError | None = None
-
-    @property
-    def plan(self) -> WorkerPlan:
-        """What has to arrive."""
-        return self.cached.plan
 
 
 class WorkerSession:
@@ -152,13 +55,10 @@ class WorkerSession:
         self.torn = False
         self.held = False
         self.update: Update | None = None
-        self.lease: Lease | None = None
+        self.judge = Judge(clock)
         self.undrained: str | None = None
         self.history: deque[dict[str, Any]] = deque(maxlen=HISTORY)
         self._writers: tuple[str, ...] = ()  # processes that the undrained update left with addresses of live memory
-        self._granted = 0
-        self._nbytes: dict[str, int] = {}
-        self._clock = clock
         self._lock = threading.RLock()
 
     # What can be asked at any time, also from the channel thread.
@@ -185,17 +85,13 @@ class WorkerSession:
     def status(self) -> dict[str, Any]:
         """`state`, and the lease, the open update and the history in full."""
         with self._lock:
-            now, lease, update = self._clock(), self.lease, self.update
+            update, committing = self.update, self.judge.lease is not None and self.judge.lease.claim > 0
             return self.state() | {
                 "incarnation": self.incarnation,
                 "server": self.description,
                 "undrained": self.undrained,
-                "lease": lease and {
-                    "update_id": lease.update_id, "holder": lease.holder, "expires_in_s": lease.until - now,
-                    "claim": lease.claim, "claimant": lease.claimant, "options": lease.options,
-                    "heartbeat_age_s": now - lease.heartbeat,
-                },
-                "update": update and self._record(update, "committing" if lease and lease.claim else "open"),
+                "lease": self.judge.status(),
+                "update": update and update.record("committing" if committing else "open"),
                 "history": list(self.history),
             }
 
@@ -204,23 +100,19 @@ class WorkerSession:
         self.description = self.plane.describe()
         return self.status()
 
+    # What the judge alone decides; see lease.py.
+
     def renew(self, update_id: str, lease_s: float) -> dict[str, Any]:
         """Judge. Errors: StaleUpdate."""
         with self._lock:
-            lease = self._leased(update_id)
-            lease.until = self._clock() + lease_s
+            self.judge.renew(update_id, lease_s)
         return {"lease_s": lease_s}
 
     def heartbeat(self, update_id: str, claim: int) -> dict[str, Any]:
         """Judge: the process with this claim still works at the commit. Errors: StaleUpdate."""
         with self._lock:
-            lease = self._leased(update_id)
-            if claim != lease.claim:
-                raise _superseded(update_id, claim, lease.claim)
-            lease.heartbeat = self._clock()
+            self.judge.beat(update_id, claim)
         return {}
-
-    # What the judge alone decides.
 
     def grant(self, update_id: str, holder: str, lease_s: float, plan: str) -> dict[str, Any]:
         """Judge: let an update begin and number it; asked again, the same.
@@ -228,52 +120,29 @@ class WorkerSession:
         Errors: LeaseHeld, EngineTorn, UnknownPlan.
         """
         with self._lock:
-            now, lease = self._clock(), self.lease
-            if lease is not None and lease.update_id == update_id:
-                return {"epoch": lease.epoch}
-            if lease is not None and (lease.until > now or self._working(lease)):
-                wait = max(lease.until - now, 0.0) or STALE_HEARTBEAT_S
-                who = lease.holder or "an unnamed holder"
-                raise errors.LeaseHeld(
-                    f"update {lease.update_id} of {who} is open for another {wait:.1f} s",
-                    holder=lease.holder, expires_in_s=wait, update_id=lease.update_id,
-                )
-            self._check_heals(self.plans.get(plan))
-            self._granted = max(self._granted, self.epoch) + 1
-            self.lease = Lease(update_id, holder, now + lease_s, now, self._granted)
-            return {"epoch": self._granted}
+            update = self.update
+            opening = update.id if update is not None and update.step == "opening" else None
+            if not self.judge.holds(update_id):
+                self.judge.check_free(opening)
+                self._check_heals(self.plans.get(plan))
+            return {"epoch": self.judge.grant(update_id, holder, lease_s, self.epoch)}
 
     def claim(
         self, update_id: str, purpose: str, claimant: str, request: str, options: dict[str, Any]
     ) -> dict[str, Any]:
-        """Judge: put the end of an update into the hands of one API process; number it.
+        """Judge: put the end of an update into the hands of one API process; see `Judge.claim`.
 
-        ``purpose``: ``commit`` (joins a living commit, takes over a dead one), ``abort`` (also takes over a commit
-        that still waits for bytes), ``recover`` (takes over only what is dead). The answer has ``claim`` and the
-        ``step`` and ``options`` to go on with, or ``joined``, or ``over``: the record of an update that has ended.
-        Errors: StaleUpdate.
+        The answer may also be ``over``: the record of an update that has ended. Errors: StaleUpdate.
         """
         with self._lock:
             for record in self.history:
                 if record["update_id"] == update_id:
                     return {"over": record}
-            lease = self._leased(update_id)
             update = self.update if self.update and self.update.id == update_id else None
-            step = update.step if update else None
-            alive = self._clock() - lease.heartbeat <= STALE_HEARTBEAT_S
-            if lease.request == request:
-                return {"claim": lease.claim, "step": step, "options": lease.options}
-            if (purpose == "commit" and update is None) or (purpose != "recover" and step == "opening"):
-                raise errors.StaleUpdate(f"update {update_id} has not been opened yet: wait for the answer of begin")
-            if purpose == "abort" and step in PAUSED_STEPS:
-                raise errors.StaleUpdate(f"update {update_id} is at step {step!r}: too late to abort", step=step)
-            if alive and (purpose == "recover" or (purpose == "commit" and lease.claim)):
-                return {"joined": lease.claimant}
-            if purpose == "abort" or not lease.options:
-                lease.options = options | {"purpose": purpose}
-            lease.claim, lease.claimant, lease.request = lease.claim + 1, claimant, request
-            lease.heartbeat = self._clock()
-            return {"claim": lease.claim, "step": step, "options": lease.options}
+            return self.judge.claim(
+                update_id, purpose, claimant, request, options,
+                opened=update is not None, step=update.step if update else None,
+            )  # fmt: skip
 
     # What is said to all workers.
 
@@ -314,7 +183,6 @@ class WorkerSession:
         digest = binding.digest()
         update = Update(update_id, epoch, version, mode, holder, cached, self.plane.incarnation(), tuple(writers))
         update.step = "opening" if mode == "in_place" else None
-        self._expected(update)
         with self._lock:
             self.incarnation = update.incarnation
             self.update = update
@@ -345,7 +213,7 @@ class WorkerSession:
         it, make the install ready. Changes nothing that serves; asked again, it counts again and prepares once.
 
         Errors: StaleUpdate, IncarnationChanged, InvalidRequest when more arrived than the plan has, and those of
-        ``prepare_install``, which a plane may have.
+        `Plane.prepare_install`.
         """
         with self._lock:
             update = self._claimed(update_id, claim)
@@ -354,9 +222,7 @@ class WorkerSession:
                 update.step = "waiting"
         got = self._collect(update)
         if got["arrived_nbytes"] == got["expected_nbytes"] and not update.prepared and update.stages is None:
-            make_ready = getattr(self.plane, "prepare_install", None)
-            if make_ready is not None:
-                make_ready(update.plan, update.mode)
+            self.plane.prepare_install(update.plan, update.mode)
             update.prepared = True
         return got | {"mode": update.mode}
 
@@ -372,8 +238,7 @@ class WorkerSession:
             update.step = None if step == "open" else step
             if held is not None:
                 self.held = held
-            if self.lease is not None and self.lease.update_id == update_id and claim == self.lease.claim:
-                self.lease.heartbeat = self._clock()
+            self.judge.seen(update_id, claim)
         return {}
 
     def install(self, update_id: str, claim: int) -> dict[str, Any]:
@@ -401,8 +266,7 @@ class WorkerSession:
                 self.description = self.plane.describe()
                 update.stages = {str(k): float(v) for k, v in stages.items()}
                 update.step = "installed"
-                if self.lease is not None:
-                    self.lease.heartbeat = self._clock()
+                self.judge.seen(update_id, claim)
         return {"stages": update.stages, "version": update.version}
 
     def finish(self, update_id: str, claim: int, timings: dict[str, float]) -> dict[str, Any]:
@@ -423,8 +287,7 @@ class WorkerSession:
         update that ended undrained, ``drained`` lifts the need for a fence.
         """
         with self._lock:
-            if self.lease is not None and self.lease.update_id == update_id and self.lease.claim <= claim:
-                self.lease = None
+            self.judge.end(update_id, claim)
             if drained and self.undrained == update_id:
                 self.undrained = None
             if self.update is None or self.update.id != update_id:
@@ -475,16 +338,6 @@ class WorkerSession:
 
     # Inside.
 
-    def _leased(self, update_id: str) -> Lease:
-        if self.lease is None or self.lease.update_id != update_id:
-            raise errors.StaleUpdate(f"update {update_id} is over, or never was", update_id=update_id)
-        return self.lease
-
-    def _working(self, lease: Lease) -> bool:
-        return lease.claim > 0 or bool(
-            self.update and self.update.id == lease.update_id and self.update.step == "opening"
-        )
-
     def _opened(self, update_id: str) -> Update:
         if self.update is None or self.update.id != update_id:
             raise errors.StaleUpdate(
@@ -495,9 +348,9 @@ class WorkerSession:
     def _claimed(self, update_id: str, claim: int) -> Update:
         """The open update, for who has the last claim: the judge knows it at once, the others by their next RPC."""
         update = self._opened(update_id)
-        last = self.lease.claim if self.lease is not None and self.lease.update_id == update_id else 0
-        if claim < max(update.claim, last):
-            raise _superseded(update_id, claim, max(update.claim, last))
+        last = max(update.claim, self.judge.last_claim(update_id))
+        if claim < last:
+            raise superseded(update_id, claim, last)
         update.claim = claim
         return update
 
@@ -541,14 +394,8 @@ class WorkerSession:
         if update.incarnation != self.plane.incarnation():
             raise errors.IncarnationChanged(f"worker {self.worker} changed its incarnation during update {update.id}")
         for agent, data in self.plane.notifications():
-            self._count(update, agent, data)
-        expected = self._expected(update)
-        if update.arrived_nbytes > expected:
-            raise errors.InvalidRequest(
-                f"worker {self.worker} got {update.arrived_nbytes} bytes, its plan has {expected}: two writers overlap",
-                expected_nbytes=expected, arrived_nbytes=update.arrived_nbytes,
-            )  # fmt: skip
-        return {"arrived_nbytes": update.arrived_nbytes, "expected_nbytes": expected, "foreign": update.foreign}
+            update.count(agent, data)
+        return update.arrived(self.worker)
 
     def _check_complete(self, update: Update) -> None:
         got = self._collect(update)
@@ -557,23 +404,6 @@ class WorkerSession:
                 f"worker {self.worker} has {got['arrived_nbytes']} of {got['expected_nbytes']} bytes",
                 untouched=True, **got,
             )  # fmt: skip
-
-    def _expected(self, update: Update) -> int:
-        if update.cached.digest not in self._nbytes:
-            self._nbytes = {update.cached.digest: update.plan.nbytes}
-        return self._nbytes[update.cached.digest]
-
-    def _count(self, update: Update, agent: str, data: bytes) -> None:
-        try:
-            message: Landed | None = decode_landed(data)
-        except errors.InvalidRequest:
-            message = None
-        if message is None or message.update_id != update.id or not update.cached.digest.startswith(message.plan):
-            update.foreign += 1
-            logger.warning("worker %d: a notification of %s is not of update %s", self.worker, agent, update.id)
-        elif (agent, message.sequence) not in update.landed:
-            update.landed.add((agent, message.sequence))
-            update.arrived_nbytes += message.nbytes
 
     def _failed_install(self, update: Update, error: Exception) -> errors.PushWeightsError:
         if not isinstance(error, errors.PushWeightsError):
@@ -595,23 +425,10 @@ class WorkerSession:
             if outcome != "done" and not update.drained:
                 self.undrained = update.id
                 self._writers = update.writers if update.mode == "in_place" else ()
-            record = self._record(update, "torn" if self.torn and outcome == "failed" else outcome)
+            record = update.record("torn" if self.torn and outcome == "failed" else outcome)
             self.history.append(record | {"error": error, "timings": timings or {}, "at": time.time()})
             self.update = None
-            if self.lease is not None and self.lease.update_id == update.id:
-                self.lease = None
+            self.judge.end(update.id)
         if outcome != "done":
             self.plane.discard(update.plan, update.mode)
         return {}
-
-    def _record(self, update: Update, state: str) -> dict[str, Any]:
-        return {
-            "update_id": update.id, "version": update.version, "mode": update.mode, "state": state, "step": update.step,
-            "holder": update.holder, "nbytes": self._expected(update), "arrived_nbytes": update.arrived_nbytes,
-        }
-
-
-def _superseded(update_id: str, claim: int, now: int) -> errors.StaleUpdate:
-    return errors.StaleUpdate(
-        f"claim {claim} on update {update_id} was taken over by claim {now}", update_id=update_id, superseded=True
-    )

@@ -22,7 +22,7 @@ from typing import Any
 
 from vllm_nixl_plugin import errors
 from vllm_nixl_plugin.engine import Engine, error_of
-from vllm_nixl_plugin.session import INSTALLING_STEPS, PAUSED_STEPS
+from vllm_nixl_plugin.opened import INSTALLING_STEPS, PAUSED_STEPS
 from vllm_nixl_plugin.wire import CommitRequest, KvCachePolicy, PauseMode
 
 logger = logging.getLogger("vllm.nixl_plugin")

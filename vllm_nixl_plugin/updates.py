@@ -19,7 +19,8 @@ from typing import Any
 
 from vllm_nixl_plugin import __version__, errors, publish, settings
 from vllm_nixl_plugin.engine import Engine
-from vllm_nixl_plugin.session import FIRST_VERSION, PAUSED_STEPS, STALE_HEARTBEAT_S
+from vllm_nixl_plugin.opened import PAUSED_STEPS
+from vllm_nixl_plugin.session import FIRST_VERSION
 from vllm_nixl_plugin.steps import FIRST_POLL_S, RESUME_RETRY_S, SLOWEST_POLL_S, Steps
 from vllm_nixl_plugin.wire import (
     BeginRequest,
@@ -203,7 +204,7 @@ class Updates:
                 status = await self.engine.ask_judge("status")
                 lease = status["lease"]
                 working = lease and (lease["claim"] or status["step"] == "opening")
-                if not working or lease["heartbeat_age_s"] <= STALE_HEARTBEAT_S:
+                if not working or lease["alive"]:
                     continue
                 claimed = await self._claim(lease["update_id"], "recover", {})
                 if "claim" in claimed:

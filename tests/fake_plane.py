@@ -7,7 +7,7 @@ import sys
 import threading
 import types
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from vllm_nixl_plugin.encoding import encode_landed
@@ -89,8 +89,9 @@ class FakePlane:
     def discard(self, plan: WorkerPlan, mode: str) -> None:
         self._call("discard")
 
-    def fence(self) -> None:
+    def fence(self, writers: Sequence[str]) -> None:
         self._call("fence")
+        self.fenced = tuple(writers)
         self._incarnation = uuid.uuid4().hex
 
     def may_write(self, writer: str) -> bool:

@@ -249,11 +249,12 @@ def test_a_second_begin_is_refused_while_the_lease_lives_and_told_by_whom(bench:
 
 
 def test_after_the_lease_another_begin_gets_in_and_the_undrained_update_is_fenced_off(bench: Bench) -> None:
-    first = bench.begin(lease_s=60)
+    first = bench.begin(lease_s=60, writers=("host/1@1", "host/2@2"))
     before = bench.begun
     bench.clock.now += 61
     bench.begin()
     assert bench.plane.log[-3:] == ["discard", "fence", "bind"]
+    assert bench.plane.fenced == ("host/1@1", "host/2@2")
     assert bench.begun["incarnation"] != before["incarnation"]
     assert bench.claim(first)["over"]["state"] == "expired"
     with pytest.raises(errors.StaleUpdate):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,10 @@ import torch
 from vllm_nixl_plugin.agent import NixlAgent
 from vllm_nixl_plugin.composition import Held, Key, Place
 from vllm_nixl_plugin.errors import PlanRefused
-from vllm_nixl_plugin.fabric import Fabric, Region, Registration
-from vllm_nixl_plugin.memory import Arena
+from vllm_nixl_plugin.fabric import Fabric
+from vllm_nixl_plugin.memory import Arena, Registrations, allocation_of
 from vllm_nixl_plugin.planning import Fill
+from vllm_nixl_plugin.processes import is_gone
 from vllm_nixl_plugin.remainder import Remainder
 from vllm_nixl_plugin.settings import WorkerSettings
 from vllm_nixl_plugin.wire import Binding, Mode
@@ -37,9 +38,9 @@ class Binder:
         self.incarnation = uuid.uuid4().hex
         self.arena: Arena | None = None
         self.remainder = Remainder()
-        self._registered: dict[tuple[int, int], Registration] = {}
-        self._bound: dict[tuple[int, Mode], tuple[tuple[int, ...], Binding]] = {}
-        self._condemned: list[list[torch.Tensor]] = []
+        self._registrations: Registrations | None = None
+        self._bound: dict[tuple[int, Mode], tuple[tuple[tuple[int, int], ...], Binding]] = {}
+        self._condemned: list[tuple[list[torch.Tensor], tuple[str, ...]]] = []
         self._prefilled: dict[Key, tuple[int, int]] = {}
         self._lock = threading.Lock()
 
@@ -63,10 +64,11 @@ class Binder:
 
         Errors: InsufficientMemory, RegistrationFailed, UnknownPlan (a live home is no longer one).
         """
-        arena = self.arena = self.arena or Arena(self.device())
+        self._condemned = [(blocks, writers) for blocks, writers in self._condemned if not _are_gone(writers)]
+        arena = self.arena = self.arena or Arena(self.device(), self.settings.shadow)
         places = held.places
         served = {p.key: p.model.live_storage(p.destination) for p in places if p.live}
-        addresses = tuple(t.data_ptr() for t in served.values())
+        found = tuple((t.data_ptr(), allocation_of(t) if mode == "in_place" else 0) for t in served.values())
         in_arena = [p for p in places if mode == "shadow" or not p.live]
         beyond = self.remainder.check(held)
         agent = self.open_agent()
@@ -75,22 +77,27 @@ class Binder:
         self._prefill(held, in_arena, served)
         self.remainder.exposed(held, mode)
         before = self._bound.get((id(held), mode))
-        if before is not None and before[0] == addresses:
+        if before is not None and before[0] == found:
             return before[1]
-        homes = [arena[p.key] if (mode == "shadow" or not p.live) else served[p.key] for p in places]
-        for tensor in (*arena.blocks, *(t for t in homes if t.numel())):
-            self._register(agent, tensor)
-        device = arena.device
+        homes = {p.key: arena[p.key] if (mode == "shadow" or not p.live) else served[p.key] for p in places}
+        memory: dict[Hashable, torch.Tensor] = {block.data_ptr(): block for block in arena.blocks}
+        if mode == "in_place":
+            memory |= {p.key: served[p.key] for p in places if p.live and served[p.key].numel()}
+        self._registrations = self._registrations or Registrations(agent)
+        self._registrations.keep(memory)
+        on_device = [t for t in homes.values() if t.device.type == "cuda"]
+        gpu = arena.device.type == "cuda"
         binding = Binding(
             worker=self.worker,
             incarnation=self.incarnation,
             agent=agent.name,
             agent_metadata=agent.metadata(),
-            memory="VRAM" if device.type == "cuda" else "DRAM",
-            device_id=homes[0].get_device() if homes and device.type == "cuda" else 0,
-            addresses=tuple(t.data_ptr() for t in homes),
+            memory="VRAM" if gpu else "DRAM",
+            device_id=on_device[0].get_device() if on_device else 0,
+            addresses=tuple(t.data_ptr() for t in homes.values()),
+            memories=tuple(i for i, t in enumerate(homes.values()) if gpu and t.device.type != "cuda"),
         )
-        self._bound[id(held), mode] = (addresses, binding)
+        self._bound[id(held), mode] = (found, binding)
         return binding
 
     def _prefill(self, held: Held, places: list[Place], served: Mapping[Key, torch.Tensor]) -> None:
@@ -116,29 +123,27 @@ class Binder:
                     _fill(target, fill, source, info.dtype if info is not None else None)
             self._prefilled[key] = done
 
-    def _register(self, agent: Fabric, tensor: torch.Tensor) -> None:
-        region = Region.of(tensor)
-        key = (region.address, region.nbytes)
-        if key not in self._registered:
-            self._registered[key] = agent.register([region])
-
     def notifications(self) -> list[tuple[str, bytes]]:
         """Agent and message of what has landed since the last call."""
         return self.agent.notifications() if self.agent is not None else []
 
-    def fence(self) -> None:
-        """Destroy the agent and take a new name. Shadow memory that a stopped writer may still reach is set aside for
-        good, since a writer on the same host can go on after deregistration."""
+    def fence(self, writers: Sequence[str]) -> None:
+        """Destroy the agent and take a new name. Shadow memory is set aside until its ``writers`` are gone, since one
+        that was stopped on the same host can go on after deregistration; for good, where they are not known."""
         with self._lock:
             if self.agent is not None:
                 self.agent.close()
-            self.agent, self._registered, self._bound = None, {}, {}
+            self.agent, self._registrations, self._bound = None, None, {}
             self.incarnation = uuid.uuid4().hex
         if self.arena is not None:
-            self._condemned.append(self.arena.blocks)
+            self._condemned.append((self.arena.blocks, tuple(writers)))
             self.arena = None
         self._prefilled = {}
         self.remainder.forget()
+
+
+def _are_gone(writers: tuple[str, ...]) -> bool:
+    return bool(writers) and all(is_gone(writer) for writer in writers)
 
 
 def _fill(target: torch.Tensor, fill: Fill, source: Any, dtype: torch.dtype | None) -> None:

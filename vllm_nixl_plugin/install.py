@@ -118,7 +118,7 @@ class Installer:
         clock = _Clock(prepared.seconds)
         try:
             for served, shadow in zip(prepared.live.served, prepared.live.shadows, strict=True):
-                served.copy_(shadow)
+                served.copy_(shadow, non_blocking=True)
             for _, change in prepared.changes:
                 change.apply()
             self._synchronize()
@@ -180,11 +180,11 @@ class Installer:
                 info, key = twin.storages[storage], (model.number, storage)
                 place = places.get(key)
                 if place is not None and (mode == "shadow" or not place.live):
-                    wanted[storage] = arena[key].clone()
+                    wanted[storage] = arena[key].to(info.device, copy=True)
                 elif place is not None:
                     wanted[storage] = model.live_storage(place.destination).clone()
                 elif held.partial and self.binder.remainder.is_whole(key):
-                    wanted[storage] = arena[key].clone()
+                    wanted[storage] = arena[key].to(info.device, copy=True)
                 elif path in served and (info.value is None or (held.partial and model.is_live(info.names))):
                     today = dict(graph.tensors(served[path])).get(name)
                     if today is not None and today.untyped_storage().nbytes() == info.nbytes:

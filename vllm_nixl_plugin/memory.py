@@ -1,20 +1,32 @@
 """Shadow memory and the regions that are registered with NIXL; owns their lifetime (the stage: register).
 
 An `Arena` hands out one aligned slice per destination from as few blocks as possible and keeps them for the worker's
-life, so that they are registered once. Called by `plane` when an update begins.
+life, so that they are registered once. `Registrations` keeps track of what is registered with an agent, and releases
+what is no longer where it was. Called by `binding` when an update begins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+import ctypes
+import functools
+import logging
+import weakref
+from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from vllm_nixl_plugin.errors import InsufficientMemory
+from vllm_nixl_plugin.errors import FabricError, InsufficientMemory
+from vllm_nixl_plugin.fabric import Fabric, Region, Registration
+from vllm_nixl_plugin.settings import Shadow
+
+logger = logging.getLogger("vllm.nixl_plugin")
 
 ALIGNMENT = 256
 _RESERVE_NBYTES = 256 << 20
+_CPU = torch.device("cpu")
+_BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 
 
 def available_nbytes(device: torch.device) -> int:
@@ -30,14 +42,31 @@ def available_nbytes(device: torch.device) -> int:
     return 1 << 62
 
 
+def allocation_of(tensor: torch.Tensor) -> int:
+    """CUDA's number for the allocation under a tensor: another one after memory was unmapped and mapped again at the
+    same address, as sleep mode does. 0 for host memory, or where CUDA does not tell."""
+    if tensor.device.type != "cuda":
+        return 0
+    number = ctypes.c_ulonglong(0)
+    failed = _cuda().cuPointerGetAttribute(ctypes.byref(number), _BUFFER_ID, ctypes.c_void_p(tensor.data_ptr()))
+    return 0 if failed else int(number.value)
+
+
+@functools.cache
+def _cuda() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
 class Arena:
     """Slices of uint8 memory by key. Blocks are added when new keys or sizes come and are never moved.
 
     A key has the size that was last asked for: a checkpoint tensor that a loader reads whole may come in another dtype.
+    ``shadow``: ``device``, ``host`` (pinned, for a GPU), or ``auto``: on the host what does not fit on the device.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, shadow: Shadow = "auto") -> None:
         self.device = device
+        self.shadow = shadow
         self.blocks: list[torch.Tensor] = []
         self._slices: dict[Hashable, torch.Tensor] = {}
         self._sized: dict[tuple[Hashable, int], torch.Tensor] = {}
@@ -77,17 +106,60 @@ class Arena:
     def _block(self, total: int) -> torch.Tensor:
         if not total:
             return torch.empty(0, dtype=torch.uint8, device=self.device)
-        free = available_nbytes(self.device) - _RESERVE_NBYTES
-        if total > free:
+        places = {"device": [self.device], "host": [_CPU], "auto": [self.device, _CPU]}[self.shadow]
+        room = {place: max(available_nbytes(place) - _RESERVE_NBYTES, 0) for place in places}
+        fitting = [place for place in places if total <= room[place]]
+        if not fitting:
+            free = "; ".join(f"{nbytes} bytes are free on {place}" for place, nbytes in room.items())
+            most = max(room.values())
             raise InsufficientMemory(
-                f"shadow memory of {total} bytes does not fit: {max(free, 0)} bytes are free on {self.device}; "
-                f"{total - max(free, 0)} are lacking. Lower vLLM's memory share, or push with mode='in_place'.",
+                f"shadow memory of {total} bytes does not fit: {free}; {total - most} are lacking. Lower vLLM's memory "
+                "share, allow host memory (PUSH_WEIGHTS_SHADOW=auto), or push with mode='in_place'.",
                 needed_nbytes=total,
-                free_nbytes=max(free, 0),
+                free_nbytes=most,
             )
-        return torch.empty(total, dtype=torch.uint8, device=self.device)
+        block = torch.empty(total, dtype=torch.uint8, device=fitting[0])
+        if fitting[0] != self.device:
+            logger.info("shadow memory of %d bytes is on the host: installs copy it over PCIe", total)
+            _pin(block)
+        return block
 
-    def replace(self) -> None:
-        """Forget all blocks: memory that an undrained update may still write is left alone, and new memory is used."""
-        self.blocks = []
-        self._slices, self._sized = {}, {}
+
+def _pin(block: torch.Tensor) -> None:
+    """Lock the pages, so that copies to the device run at full speed. torch's own way takes up to twice the memory."""
+    address = block.data_ptr()
+    if int(torch.cuda.cudart().cudaHostRegister(address, block.numel(), 0)):
+        logger.warning("host memory of %d bytes cannot be locked (ulimit -l): installs will be slower", block.numel())
+    else:
+        weakref.finalize(block, torch.cuda.cudart().cudaHostUnregister, address)
+
+
+class Registrations:
+    """What is registered with one agent, by who owns the memory."""
+
+    def __init__(self, agent: Fabric) -> None:
+        self._agent = agent
+        self._held: dict[int, tuple[Region, int, Registration]] = {}
+        self._owned: dict[Hashable, int] = {}
+
+    def keep(self, memory: Mapping[Hashable, torch.Tensor]) -> None:
+        """Register the memory of these owners, unless it is. What is no longer where it was is released.
+
+        Errors: RegistrationFailed.
+        """
+        now = {owner: (Region.of(tensor), allocation_of(tensor)) for owner, tensor in memory.items()}
+        before = {self._owned.pop(owner) for owner in now if owner in self._owned}
+        self._owned |= {owner: region.address for owner, (region, _) in now.items()}
+        for address in before - set(self._owned.values()):
+            self._release(address)
+        for region, allocation in now.values():
+            if region.address in self._held and self._held[region.address][:2] != (region, allocation):
+                self._release(region.address)
+            if region.address not in self._held:
+                self._held[region.address] = region, allocation, self._agent.register([region])
+
+    def _release(self, address: int) -> None:
+        try:
+            self._held.pop(address)[2].release()
+        except FabricError as error:
+            logger.warning("memory that is gone could not be deregistered: %s", error)

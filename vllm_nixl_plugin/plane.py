@@ -17,7 +17,7 @@ import os
 import socket
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from vllm_nixl_plugin.binding import Binder
@@ -250,6 +250,6 @@ class WorkerPlane:
         """Whether a process of this host could go on writing to memory whose agent is destroyed: it runs, or stands."""
         return is_running(writer)
 
-    def fence(self) -> None:
-        """Destroy the agent and take a new name; shadow memory that a stopped writer may still reach is set aside."""
-        self.binder.fence()
+    def fence(self, writers: Sequence[str]) -> None:
+        """Destroy the agent and take a new name; shadow memory is set aside until ``writers`` are gone."""
+        self.binder.fence(writers)

@@ -23,6 +23,15 @@ def is_running(process: str) -> bool:
     return bool(started) and host == _host() and pid.isdecimal() and _started(int(pid)) == started
 
 
+def is_gone(process: str) -> bool:
+    """Whether the process of this name cannot be on this machine any more: it is dead, or of another machine. Those of
+    another PID namespace of this machine cannot be seen."""
+    host = process.rpartition("/")[0]
+    if host == _host():
+        return not is_running(process)
+    return bool(host and _host()) and host.partition(" ")[0] != _host().partition(" ")[0]
+
+
 def _host() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -58,6 +58,7 @@ class WorkerSession:
         self.judge = Judge(clock)
         self.undrained: str | None = None
         self.history: deque[dict[str, Any]] = deque(maxlen=HISTORY)
+        self._undrained_by: tuple[str, ...] = ()  # the processes that wrote for it
         self._writers: tuple[str, ...] = ()  # processes that the undrained update left with addresses of live memory
         self._lock = threading.RLock()
 
@@ -172,8 +173,8 @@ class WorkerSession:
         if self.undrained is not None:
             self._check_writers(writers)
             logger.warning("update %s ended with writes under way: fencing", self.undrained)
-            self.plane.fence()
-            self.undrained, self._writers = None, ()
+            self.plane.fence(self._undrained_by)
+            self.undrained, self._undrained_by, self._writers = None, (), ()
         self.plane.notifications()
         try:
             binding = self.plane.bind(cached.plan, mode)
@@ -424,6 +425,7 @@ class WorkerSession:
             self.torn |= torn
             if outcome != "done" and not update.drained:
                 self.undrained = update.id
+                self._undrained_by = update.writers
                 self._writers = update.writers if update.mode == "in_place" else ()
             record = update.record("torn" if self.torn and outcome == "failed" else outcome)
             self.history.append(record | {"error": error, "timings": timings or {}, "at": time.time()})

@@ -1,13 +1,15 @@
 """Settings of the server, all from the environment and read when used, so that a token can be rotated.
 
     PUSH_WEIGHTS_TOKEN            the bearer token; as good as code execution in the workers
-    PUSH_WEIGHTS_TOKEN_FILE       a file that holds it, read at each request; wins over PUSH_WEIGHTS_TOKEN
+    PUSH_WEIGHTS_TOKEN_FILE       a file that holds it, read at each request; wins over PUSH_WEIGHTS_TOKEN. Each line is
+                                  a token, so that a new one can be put before the old while clients change over
     PUSH_WEIGHTS_ALLOW_ANONYMOUS  "1": start without a token and let everybody in
     PUSH_WEIGHTS_READY_AFTER_PUSH "1": not ready before the first successful push
     PUSH_WEIGHTS_BACKEND          NIXL plug-in of the workers, UCX by default
     PUSH_WEIGHTS_BACKEND_PARAMS   its parameters, as name=value,name=value
     PUSH_WEIGHTS_INTERFACES       network devices it may use, comma-separated; loopback by default, "all" for any
     PUSH_WEIGHTS_NUM_THREADS      extra threads of the plug-in, 0 by default
+    PUSH_WEIGHTS_SHADOW           where shadows of a GPU are: device, host, or auto (default): host if they do not fit
     PUSH_WEIGHTS_SELF_CHECK       of what the trace is compared with real loads: sample (default), full or off
 """
 
@@ -17,10 +19,16 @@ import hmac
 import logging
 import os
 from pathlib import Path
+from typing import Literal
 
 from vllm_nixl_plugin.errors import Unauthorized
 
 logger = logging.getLogger("vllm.nixl_plugin")
+
+MIN_TOKEN = 16
+MAX_TOKEN_FILE = 64 << 10
+
+Shadow = Literal["auto", "device", "host"]
 
 
 class MissingToken(RuntimeError):
@@ -43,13 +51,15 @@ def self_check_mode() -> str:
 def check_startup() -> None:
     """`check_token`, and a warning where anonymous use is allowed."""
     check_token()
-    if _token() is None:
+    if any(len(token) < MIN_TOKEN for token in _tokens()):
+        logger.warning("the token has less than %d characters: take a random one (openssl rand -hex 32)", MIN_TOKEN)
+    if not _tokens():
         logger.warning("PUSH_WEIGHTS_ALLOW_ANONYMOUS=1: whoever reaches this server can take over its workers")
 
 
 def check_token() -> None:
     """Errors: MissingToken, when no token can be read and anonymous use is not allowed."""
-    if _token() is None and not _anonymous():
+    if not _tokens() and not _anonymous():
         raise MissingToken(
             "weight updates need a token: set PUSH_WEIGHTS_TOKEN or PUSH_WEIGHTS_TOKEN_FILE (a non-empty file), or "
             "PUSH_WEIGHTS_ALLOW_ANONYMOUS=1 where nobody else can reach this server"
@@ -58,12 +68,12 @@ def check_token() -> None:
 
 def authorize(header: str | None) -> None:
     """Check an Authorization header in constant time. Errors: Unauthorized."""
-    token = _token()
-    if token is None and _anonymous():
+    tokens = _tokens()
+    if not tokens and _anonymous():
         return
     scheme, _, given = (header or "").partition(" ")
-    same = hmac.compare_digest(given.strip().encode(), (token or "").encode())
-    if not (token and same and scheme.lower() == "bearer"):
+    same = [hmac.compare_digest(given.strip().encode(), token.encode()) for token in tokens]
+    if not (any(same) and scheme.lower() == "bearer"):
         raise Unauthorized("the bearer token is missing or wrong: send 'Authorization: Bearer <PUSH_WEIGHTS_TOKEN>'")
 
 
@@ -72,21 +82,31 @@ def _anonymous() -> bool:
     return os.environ.get("PUSH_WEIGHTS_ALLOW_ANONYMOUS") == "1" and "PUSH_WEIGHTS_TOKEN_FILE" not in os.environ
 
 
-def _token() -> str | None:
+def _tokens() -> list[str]:
+    """Every token that is good now."""
     path = os.environ.get("PUSH_WEIGHTS_TOKEN_FILE")
-    if path is None:
-        return os.environ.get("PUSH_WEIGHTS_TOKEN", "").strip() or None
-    try:
-        return Path(path).read_text(encoding="utf-8").strip() or None
-    except (OSError, UnicodeDecodeError) as error:
-        logger.error("PUSH_WEIGHTS_TOKEN_FILE cannot be read: %s", type(error).__name__)
-        return None
+    text = os.environ.get("PUSH_WEIGHTS_TOKEN", "")
+    if path is not None:
+        try:
+            with Path(path).open(encoding="utf-8") as file:
+                text = file.read(MAX_TOKEN_FILE)
+        except (OSError, UnicodeDecodeError) as error:
+            logger.error("PUSH_WEIGHTS_TOKEN_FILE cannot be read: %s", type(error).__name__)
+            return []
+    return [line.strip() for line in text.splitlines() if line.strip()]
 
 
 class WorkerSettings:
-    """The fabric of a worker: NIXL plug-in, its parameters, extra threads, and the interfaces it may use."""
+    """The fabric of a worker (NIXL plug-in, its parameters, extra threads, the interfaces it may use), and its shadows.
+
+    Errors: ValueError.
+    """
 
     def __init__(self) -> None:
+        shadow = os.environ.get("PUSH_WEIGHTS_SHADOW", "auto")
+        if shadow not in ("auto", "device", "host"):
+            raise ValueError(f"PUSH_WEIGHTS_SHADOW is {shadow!r}: set it to auto, device or host")
+        self.shadow: Shadow = shadow  # type: ignore[assignment]
         self.backend = os.environ.get("PUSH_WEIGHTS_BACKEND", "UCX")
         self.num_threads = int(os.environ.get("PUSH_WEIGHTS_NUM_THREADS", "0"))
         given = os.environ.get("PUSH_WEIGHTS_INTERFACES", "")

@@ -36,8 +36,9 @@ class Plane(Protocol):
     def discard(self, plan: WorkerPlan, mode: Mode) -> None:
         """The update is over without an install. Memory that an undrained writer may reach waits for `fence`."""
 
-    def fence(self) -> None:
-        """Destroy the NIXL agent and take a new name: no earlier writer reaches memory any more."""
+    def fence(self, writers: Sequence[str]) -> None:
+        """Destroy the NIXL agent and take a new name: no earlier writer reaches memory any more, but for what these
+        processes had mapped. That is not used again until they are gone; never, where there is none to ask for."""
 
     def may_write(self, writer: str) -> bool:
         """Whether this process (`processes.this_process`) could write to memory of this worker in spite of a fence."""

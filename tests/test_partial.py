@@ -1,4 +1,4 @@
-"""Partial pushes are merged with what serves: the server is then that of a checkpoint with just those weights changed."""
+"""Partial pushes are merged with what serves: the server is that of a checkpoint with just those weights changed."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_partial_pushes_add_up_whatever_the_modes_and_whatever_came_before(check
 def test_ranks_merge_their_own_parts(checkpoint, client_of, tmp_path):
     a, b = (checkpoint("qwen3", seed) for seed in (1, 2))
     changed = part(read_weights(b), "v_proj", "0.mlp.down_proj")
-    with Server(a, EngineOptions(tp=2)) as server:
+    with Server(a, EngineOptions(tensor_parallel=2)) as server:
         client_of(server).push_weights(changed, partial=True)
         expect(server, read_weights(a) | changed, a, tmp_path / "merged")
 

@@ -45,15 +45,25 @@ class Part:
     model: LoadedModel
     plan: WorkerPlan
     places: tuple[Place, ...]
+    self_check: Mapping[str, Any]
+    partial: bool
 
     @property
     def processed(self) -> set[str]:
-        """Modules on which vLLM's processing has to run: those with a shadow home, and those that derive tensors."""
+        """Modules on which vLLM's processing has to run: those with a shadow home, and those that derive tensors.
+
+        Of the latter, a partial plan needs those that can see what it writes.
+        """
         shadows = {n.rpartition(".")[0] for d in self.plan.destinations if d.home == "shadow" for n in d.names}
         if not shadows and not self.plan.fallback:
             return set()
-        return {p for p in shadows | self.model.record.derived if p in self.model.twin.modules}
-    self_check: Mapping[str, Any]
+        derived = self.model.record.derived & self.model.twin.modules.keys()
+        if self.partial and self.model.has_hook:
+            shadows |= {n.rpartition(".")[0] for d in self.model.baseline() if not d.live for n in d.names}
+        elif self.partial:
+            written = {place.key[1] for place in self.places}
+            derived = {path for path in derived if self.model.within_reach(path) & written}
+        return (shadows & self.model.twin.modules.keys()) | derived
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,7 +127,7 @@ def _compose(manifest: Manifest, planned: Sequence[tuple[LoadedModel, Planned]],
     if len(planned) == 1 and planned[0][1].plan.weights == manifest.weights:
         [(model, of)] = planned
         plan = of.plan.model_copy(update={"stale": stale}) if stale else of.plan
-        return Held(plan, manifest.partial, (_part(model, of),))
+        return Held(plan, manifest.partial, (_part(model, of, manifest.partial),))
     destinations: list[Destination] = []
     copies: list[PlannedCopy] = []
     fallback: dict[str, None] = {}
@@ -137,7 +147,7 @@ def _compose(manifest: Manifest, planned: Sequence[tuple[LoadedModel, Planned]],
         weights=manifest.weights, destinations=tuple(destinations), copies=tuple(copies),
         unused=tuple(w.name for w in manifest.weights if w.name in unknown), fallback=tuple(fallback), stale=stale,
     )  # fmt: skip
-    return Held(plan, manifest.partial, tuple(_part(model, of) for model, of in planned))
+    return Held(plan, manifest.partial, tuple(_part(model, of, manifest.partial) for model, of in planned))
 
 
 def _labelled(destination: Destination, label: str) -> Destination:
@@ -146,6 +156,7 @@ def _labelled(destination: Destination, label: str) -> Destination:
     return destination.model_copy(update={"names": tuple(f"{label}/{name}" for name in destination.names)})
 
 
-def _part(model: LoadedModel, of: Planned) -> Part:
-    places = zip(of.keys, of.plan.destinations, of.fills, strict=True)
-    return Part(model, of.plan, tuple(Place(model, (model.number, k), d, f) for k, d, f in places), of.self_check)
+def _part(model: LoadedModel, of: Planned, partial: bool) -> Part:
+    rows = zip(of.keys, of.plan.destinations, of.fills, strict=True)
+    places = tuple(Place(model, (model.number, k), d, f) for k, d, f in rows)
+    return Part(model, of.plan, places, of.self_check, partial)

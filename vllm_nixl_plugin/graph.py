@@ -139,6 +139,22 @@ def tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield path, slot.value
 
 
+def reachable_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Every tensor that can be come by from a module: `tensors`, and those of the modules below it and of all modules
+    that it or an object of its own holds. Each at least once."""
+    seen = {id(module)}
+    todo: list[Any] = [module]
+    while todo:
+        holder = todo.pop()
+        below = holder._modules.values() if isinstance(holder, nn.Module) else ()
+        for value in (*(slot.value for slot in slots(holder).values()), *below):
+            if isinstance(value, torch.Tensor):
+                yield value
+            elif id(value) not in seen and (isinstance(value, nn.Module) or has_slots(value)):
+                seen.add(id(value))
+                todo.append(value)
+
+
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and buffers of all modules under every path that leads to them."""
     for path, module in model.named_modules():

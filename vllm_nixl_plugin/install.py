@@ -194,6 +194,9 @@ class Installer:
                 elif isinstance(info.value, int | float):
                     wanted[storage] = torch.empty(info.nbytes, dtype=torch.uint8, device=info.device)
                     wanted[storage].view(info.dtype).fill_(info.value)
+        for number, rest in self.binder.remainder.needed(part) if held.partial else ():
+            if isinstance(rest, int) and rest not in wanted:
+                wanted[rest] = arena[number, rest].to(twin.storages[rest].device, copy=True)
         return wanted
 
     def _synchronize(self) -> None:

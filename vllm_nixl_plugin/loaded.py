@@ -50,6 +50,7 @@ class LoadedModel:
             self._record.keep_reachable(model)
         self._baseline: tuple[TracedDestination, ...] | None = None
         self._check: SelfCheck | None = None
+        self._reach: dict[str, frozenset[int]] = {}
 
     @property
     def origin(self) -> str:
@@ -146,6 +147,19 @@ class LoadedModel:
                 tied=shown,
             )
         return names
+
+    @property
+    def has_hook(self) -> bool:
+        """Whether vLLM processes the model as a whole, too, after its modules."""
+        return hasattr(self.twin.model, "process_weights_after_loading")
+
+    def within_reach(self, path: str) -> frozenset[int]:
+        """Storages of the twin that the processing of a module can come by: its own, and those of all that it holds."""
+        if path not in self._reach:
+            keys = self.twin.storage_keys()
+            seen = {id(t) for t in graph.reachable_tensors(self.twin.modules[path])}
+            self._reach[path] = frozenset(keys[key] for key in seen & keys.keys())
+        return self._reach[path]
 
     def is_live(self, names: Iterable[str]) -> bool:
         """Whether kernels read the storage of these parameters as it was loaded."""

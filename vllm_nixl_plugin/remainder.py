@@ -70,7 +70,7 @@ class Remainder:
             if not lacking <= self._loaded.keys():
                 raise UnknownPlan("an update that was given up has left half of its bytes in the shadows; plan again")
             storages = part.model.twin.storages
-            wanted += [(k, storages[k[1]].nbytes) for k in _needed(part, self._changed) if isinstance(k[1], int)]
+            wanted += [(k, storages[k[1]].nbytes) for k in self.needed(part) if isinstance(k[1], int)]
         return wanted
 
     def fill(self, held: Held, arena: Arena) -> None:
@@ -81,6 +81,21 @@ class Remainder:
                 if key not in self._whole and key not in self._changed:
                     arena[key].copy_(raw)
                     self._whole.add(key)
+
+    def needed(self, part: Part) -> set[Key]:
+        """Shadows that have to be whole when a partial plan is installed: those it writes, and what is processed along.
+
+        Where the server has no checkpoint, all there is to know of the latter are destinations of earlier plans.
+        """
+        model = part.model
+        needed = {place.key for place in part.places if place.destination.home == "shadow"}
+        loadable: set[Key] = {(model.number, d.key) for d in model.baseline()}
+        loadable |= {key for key in self._changed if key[0] == model.number}
+        storages = {storage for path in part.processed for storage in model.within_reach(path)}
+        for number, storage in loadable - needed:
+            if storage in storages and not model.is_live(model.twin.storages[int(storage)].names):
+                needed.add((number, storage))
+        return needed
 
     def is_whole(self, key: Key) -> bool:
         """Whether the shadow holds what serves."""
@@ -105,7 +120,7 @@ class Remainder:
         self._whole.clear()
 
     def _lacking(self, part: Part) -> set[Key]:
-        return _needed(part, self._changed) - self._whole
+        return self.needed(part) - self._whole
 
     def _refuse(self, part: Part, lacking: set[Key]) -> None:
         record, twin = part.model.record, part.model.twin
@@ -119,22 +134,6 @@ class Remainder:
                 "once, then partially.",
                 layers=names[:1000],
             )
-
-
-def _needed(part: Part, known: set[Key]) -> set[Key]:
-    """Shadows that have to be whole when the plan is installed: those it writes, and those processed along with them.
-
-    ``known``: destinations of earlier plans; all there is to know where the server has no checkpoint.
-    """
-    model, processed = part.model, part.processed
-    needed = {place.key for place in part.places if place.destination.home == "shadow"}
-    loadable = {(model.number, d.key) for d in model.baseline()} | {key for key in known if key[0] == model.number}
-    for number, storage in loadable - needed:
-        if isinstance(storage, int):
-            names = model.twin.storages[storage].names
-            if not model.is_live(names) and any(name.rpartition(".")[0] in processed for name in names):
-                needed.add((number, storage))
-    return needed
 
 
 def _from_checkpoint(model: LoadedModel, keys: set[Key]) -> dict[Key, torch.Tensor]:

@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 
-from harness import TOKEN, Server, completions
-from harness.checkpoints import _write_tokenizer, read_weights, write_weights
+from harness import TOKEN, EngineOptions, Server, completions
+from harness.checkpoints import _write_tokenizer, read_weights, write_checkpoint, write_weights
 from trainer_client import WeightClient
 from trainer_client.control import Control
 from trainer_client.verification import compare
@@ -45,3 +45,22 @@ def test_fp32_masters_give_what_a_fresh_bf16_server_makes_of_their_checkpoint(mo
             unlike = [line for row in compare(pushed, new, outputs=False).workers for line in row.differences]
             assert unlike, "without the kept precision nothing differs: the test shows nothing"
             pushed.close(), new.close()
+
+
+PAIRS = [("float16", "bfloat16"), ("bfloat16", "float16"), ("float32", "float16")]
+
+
+@pytest.mark.parametrize(("trainer", "served"), PAIRS)
+def test_any_half_precision_of_trainer_and_server_gives_what_a_fresh_server_makes_of_it(trainer, served, tmp_path):
+    options = EngineOptions(dtype=served)
+    start = write_checkpoint(tmp_path / "start", "qwen3", 1)
+    weights = {n: (t.float() * 1.001).to(getattr(torch, trainer)) for n, t in read_weights(start).items()}
+    path = write_weights(tmp_path / "new", weights, like=start)
+    with Server(start, options) as server, Server(path, options) as fresh:
+        with WeightClient([server.url], token=TOKEN, progress=False) as client:
+            client.push_weights(weights)
+        pushed, new = (Control(s.url, token=TOKEN) for s in (server, fresh))
+        workers = compare(pushed, new, outputs=False).workers
+        assert all(row.equal for row in workers), workers
+        assert completions(server.url) == completions(fresh.url)
+        pushed.close(), new.close()

@@ -7,6 +7,8 @@ that the loader rejects is named with the loader's own reason.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -61,13 +63,16 @@ def trace_load(twin: Twin, weights: Sequence[WeightSpec], live: set[str]) -> Loa
     needs_data: set[str] = set()
     rejected: dict[str, str] = {}
     adopted: set[str] = set()
+    tables = _tables(twin)
     while True:
         made: dict[str, torch.Tensor] = {}
         tracer = Tracer()
         offered = _Offered(tracer, weights, needs_data | set(rejected))
         try:
-            destinations = _once(twin, tracer, offered, live)
+            destinations = _once(twin, tracer, offered, live, tables)
             break
+        except _TableWritten as written:
+            tables -= written.keys
         except NeedsData as need:
             fresh = need.sources - needs_data
             if not fresh and offered.current and not offered.ended:
@@ -110,6 +115,23 @@ def trace_load(twin: Twin, weights: Sequence[WeightSpec], live: set[str]) -> Loa
     return LoadTrace(tuple(destinations), frozenset(needs_data))
 
 
+class _TableWritten(Exception):
+    """The loader wrote to storages that were taken for tables which it only reads."""
+
+    def __init__(self, keys: set[int]) -> None:
+        super().__init__(str(keys))
+        self.keys = keys
+
+
+def _tables(twin: Twin) -> set[int]:
+    """Storages of integers and flags whose values at creation are known, and that are no parameters: as long as no
+    loader writes to them they need not be traced, and it can look at them (which experts are on this rank)."""
+    keys = twin.storage_keys()
+    tensors = [(keys[id(t)], t) for t in twin.destination_tensors().values()]
+    written = {k for k, t in tensors if isinstance(t, torch.nn.Parameter) or t.is_floating_point()}
+    return {k for k, _ in tensors if isinstance(twin.storages[k].value, torch.Tensor)} - written
+
+
 class _TreeChanged(Exception):
     """The loader made parameters or buffers that the model did not have, or not in this form, when it was created."""
 
@@ -118,33 +140,56 @@ class _TreeChanged(Exception):
         self.made = made
 
 
-def _once(twin: Twin, tracer: Tracer, offered: _Offered, live: set[str]) -> list[TracedDestination]:
-    targets = twin.destination_tensors()
+def _once(
+    twin: Twin, tracer: Tracer, offered: _Offered, live: set[str], tables: set[int]
+) -> list[TracedDestination]:
     keys = twin.storage_keys()
+    everything = twin.destination_tensors()
+    real = {path: tensor for path, tensor in everything.items() if keys[id(tensor)] in tables}
+    targets = {path: tensor for path, tensor in everything.items() if path not in real}
     stand_ins = tracer.stand_ins(targets, twin.device)
-    key_by_path = {path: keys[id(tensor)] for path, tensor in targets.items()}
+    paths: dict[int, list[str]] = {}
+    for path, tensor in targets.items():
+        paths.setdefault(keys[id(tensor)], []).append(path)
     with config_context(twin.config), torch.no_grad(), twin.in_place_of(stand_ins):
         before = _tree(twin)
-        with tracer:
+        with tracer, _no_collection():
             twin.load_weights(offered)
         replaced = {p: t for p, t in twin.destination_tensors().items() if before.get(p) != _identity(t)}
         last_words = {path: tracer.read(t) for path, t in replaced.items()}
         forms = {path: _form_of(t) for path, t in replaced.items()}
         twin.note_what_loading_left()
-    made = {path: t for path, t in forms.items() if path not in targets or not _same_form(targets[path], t)}
+    if changed := {
+        key
+        for path, tensor in real.items()
+        for key in [keys[id(tensor)]]
+        if path in replaced or tracer.has_changed(tensor) or not twin.is_as_created(key, tensor)
+    }:
+        raise _TableWritten(changed)
+    made = {path: t for path, t in forms.items() if path not in everything or not _same_form(everything[path], t)}
     if made:
         raise _TreeChanged(made)
-    out: dict[int, TracedDestination] = {}
-    for path, key in key_by_path.items():
-        if key in out:
-            continue
-        info = twin.storages[key]
-        names = tuple(p for p, k in key_by_path.items() if k == key)
+    out: list[TracedDestination] = []
+    for key, names in paths.items():
         last = next((last_words[name] for name in names if name in last_words), None)
-        pieces = tuple(tracer.pieces(stand_ins[path]) if last is None else last)
+        pieces = tuple(tracer.pieces(stand_ins[names[0]]) if last is None else last)
         if any(not isinstance(p.root, Creation) for p in pieces):
-            out[key] = TracedDestination(key, names, info.nbytes, all(n in live for n in names), pieces)
-    return list(out.values())
+            nbytes = twin.storages[key].nbytes
+            out.append(TracedDestination(key, tuple(names), nbytes, all(n in live for n in names), pieces))
+    return out
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without garbage collection, which would look at all of vLLM's objects again and again: nothing made here is
+    garbage before the trace ends."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _tree(twin: Twin) -> dict[str, tuple[int, int]]:

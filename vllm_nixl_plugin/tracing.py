@@ -18,119 +18,32 @@ Used by `planning` (vLLM's loader) and by `trainer_client.conversion`; it knows 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_nixl_plugin.layout import Copy, LayoutError, compose, contiguous_strides, subtract
+from vllm_nixl_plugin.layout import Copy, LayoutError, compose, contiguous_strides
+from vllm_nixl_plugin.provenance import (
+    Constant,
+    Creation,
+    NeedsData,
+    Opaque,
+    Operation,
+    Piece,
+    Record,
+    Records,
+    Root,
+    Source,
+)
+from vllm_nixl_plugin.traced import as_traced, traced_class
+
+__all__ = ["Constant", "Creation", "NeedsData", "Opaque", "Operation", "Piece", "Root", "Source", "Tracer",
+           "trace_function"]  # fmt: skip
 
 aten = torch.ops.aten
-
-
-class NeedsData(Exception):
-    """An op asked for the values of traced tensors. ``op``: its name; ``sources``: the names it depends on."""
-
-    def __init__(self, op: str, sources: frozenset[str]) -> None:
-        super().__init__(f"{op} needs the values of {', '.join(sorted(sources)) or 'a destination'}")
-        self.op = op
-        self.sources = sources
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Bytes of a named source tensor."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Constant:
-    """``value``: a Python number, or a real tensor whose storage bytes the piece's copy addresses."""
-
-    value: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Creation:
-    """What a destination held before."""
-
-    key: str
-
-
-@dataclass(frozen=True, slots=True)
-class Opaque:
-    """A result that is no element-wise program of its sources."""
-
-    op: str
-    sources: frozenset[str]
-
-
-Root = Source | Constant | Creation | Opaque
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """One element-wise step: aten op name (``to`` for a cast), scalar arguments, dtype of the result."""
-
-    op: str
-    args: tuple[int | float, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Elements of ``root`` (bytes of its storage) that lie at ``copy.dst`` after ``program``."""
-
-    root: Root
-    copy: Copy
-    program: tuple[Operation, ...] = ()
-
-
-class _Record:
-    """What is known of one storage: who wrote each byte last. ``hold`` keeps the storage alive, since ids of freed
-    storages are reused. Pieces are kept in the order of their first byte, so that a write finds what it meets."""
-
-    __slots__ = ("_pieces", "_starts", "_widest", "hold")
-
-    def __init__(self, hold: torch.Tensor, pieces: Sequence[Piece]) -> None:
-        self.hold = hold
-        self._pieces: list[Piece] = []
-        self._starts: list[int] = []
-        self._widest = 0
-        for piece in pieces:
-            self._insert(piece)
-
-    @property
-    def pieces(self) -> list[Piece]:
-        return self._pieces
-
-    def _insert(self, piece: Piece) -> None:
-        start, stop = _bounds(piece.copy)
-        at = bisect_left(self._starts, start)
-        self._starts.insert(at, start)
-        self._pieces.insert(at, piece)
-        self._widest = max(self._widest, stop - start)
-
-    def overwrite(self, new: Piece) -> None:
-        """The piece replaces what lies where it writes."""
-        start, stop = _bounds(new.copy)
-        first = bisect_left(self._starts, start - self._widest)
-        last = bisect_left(self._starts, stop)
-        rest: list[Piece] = []
-        for at in range(last - 1, first - 1, -1):
-            old = self._pieces[at]
-            if _bounds(old.copy)[1] <= start:
-                continue
-            rest += [Piece(old.root, c, old.program) for c in subtract(old.copy, new.copy)]
-            del self._pieces[at], self._starts[at]
-        if rest and self._widest > 4 * max(1, stop - start):
-            self._widest = max((b - a for a, b in (_bounds(p.copy) for p in self._pieces)), default=0)
-        for piece in (*rest, new):
-            self._insert(piece)
+_DisableTorchDispatch = torch._C._DisableTorchDispatch
 
 
 _ELEMENTWISE = {
@@ -146,6 +59,8 @@ _ELEMENTWISE_IN_PLACE = {
 }  # fmt: skip
 _SMALL_NBYTES = 1 << 20
 """Larger tensors are not read while tracing."""
+_MAX_ROWS = 4096
+"""Longer lists of rows are not followed."""
 _DATA = {
     aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default, aten.nonzero.default,
     aten.masked_select.default, aten.unique_dim.default, aten._unique2.default,
@@ -169,55 +84,6 @@ def _between(src: torch.Tensor, dst: torch.Tensor) -> Copy:
     return Copy(tuple(dst.shape), src_offset, src_strides, src_size, dst_offset, dst_strides, dst_size)
 
 
-_POINTERS = ("data_ptr", "numpy", "tolist", "__array__", "__dlpack__")
-"""Ways around the dispatcher to the data that a traced tensor has not got."""
-
-_traced_classes: dict[tuple[type, torch.device], type] = {}
-
-
-def _traced_class(base: type, device: torch.device) -> type:
-    """A subclass of ``base`` that says it lives on ``device``, for tensors whose storage is on meta."""
-    found = _traced_classes.get((base, device))
-    if found is None:
-
-        def get_data(self: Any) -> Any:
-            return _as_traced(torch.Tensor.data.__get__(self), device)  # type: ignore[attr-defined]
-
-        def set_data(self: Any, value: torch.Tensor) -> None:
-            torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-
-        def get_pointer(name: str) -> Callable[..., Any]:
-            def pointer(self: Any, *args: Any, **kwargs: Any) -> Any:
-                mode = _get_current_dispatch_mode()
-                raise NeedsData(name, mode._sources([self]) if isinstance(mode, Tracer) else frozenset())
-
-            return pointer
-
-        found = type(
-            f"Traced{base.__name__}",
-            (base,),
-            {
-                "device": property(lambda _: device),
-                "is_meta": False,
-                "is_cpu": device.type == "cpu",
-                "is_cuda": device.type == "cuda",
-                "data": property(get_data, set_data),
-                "get_device": lambda _: -1 if device.type == "cpu" else (device.index or 0),
-                "__torch_function__": torch._C._disabled_torch_function_impl,
-                "traced_base": base,
-                **{name: get_pointer(name) for name in _POINTERS},
-            },
-        )
-        _traced_classes[base, device] = found
-    return found
-
-
-def _as_traced(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if not hasattr(type(tensor), "traced_base"):
-        tensor.__class__ = _traced_class(type(tensor), device)
-    return tensor
-
-
 def _flatten(values: Iterable[Any]) -> list[torch.Tensor]:
     out: list[torch.Tensor] = []
     for value in values:
@@ -234,9 +100,14 @@ class Tracer(TorchDispatchMode):
     Order of use: `source` and `stand_ins` make the inputs, ``with tracer: function(...)``, then `pieces` or `read`.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled while tracing; the guard against it costs more than all else here."""
+        return False
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._records: dict[int, _Record] = {}
+        self._records = Records()
         self._twins: dict[int, torch.Tensor] = {}
         self._creations: dict[str, torch.Tensor] = {}
 
@@ -246,13 +117,10 @@ class Tracer(TorchDispatchMode):
         self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> torch.Tensor:
         """A traced tensor, contiguous, that stands for the named source."""
-        tensor = torch.empty(tuple(shape), dtype=dtype, device="meta")
-        strides = contiguous_strides(tuple(shape), tensor.element_size())
-        size = tensor.element_size()
-        self._records[_storage_id(tensor)] = _Record(
-            tensor.detach(), [Piece(Source(name), Copy(tuple(shape), 0, strides, size, 0, strides, size))]
-        )
-        return _as_traced(tensor, torch.device(device))
+        with _DisableTorchDispatch():
+            tensor = torch.empty(shape, dtype=dtype, device="meta")
+        self._records.sources[_storage_id(tensor)] = (name, tensor)
+        return as_traced(tensor, torch.device(device))
 
     def stand_ins(self, tensors: Mapping[str, torch.Tensor], device: torch.device | None = None) -> dict[str, Any]:
         """Traced twins of real or meta tensors: same class, attributes, geometry and aliasing, one `Creation` root
@@ -267,13 +135,13 @@ class Tracer(TorchDispatchMode):
                 raw = torch.empty(old.nbytes(), dtype=torch.uint8, device="meta")
                 storage = storages[old._cdata] = raw.untyped_storage()
                 whole = Copy((old.nbytes(),), 0, (1,), 1, 0, (1,), 1)
-                self._records[storage._cdata] = _Record(raw, [Piece(Creation(key), whole)])
+                self._records[storage._cdata] = Record(raw, [Piece(Creation(key), whole)])
                 if tensor.device.type != "meta" and old.nbytes() <= _SMALL_NBYTES:
                     self._creations[key] = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(old)
             fresh.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
             base = getattr(type(tensor), "traced_base", type(tensor))
             real = device if tensor.device.type == "meta" and device is not None else tensor.device
-            fresh.__class__ = _traced_class(base, real)
+            fresh.__class__ = traced_class(base, real)
             fresh.__dict__.update(tensor.__dict__)
             out[key] = fresh
         return out
@@ -293,6 +161,11 @@ class Tracer(TorchDispatchMode):
         copy = Copy(shape, src_offset, src_strides, size, 0, contiguous_strides(shape, size), size)
         return self._through(tensor, copy)
 
+    def has_changed(self, tensor: torch.Tensor) -> bool:
+        """Whether the function wrote to a real tensor."""
+        raw = self._twins.get(_storage_id(tensor))
+        return raw is not None and self._records[_storage_id(raw)].pieces != [raw.whole]  # type: ignore[attr-defined]
+
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is traced."""
         return _storage_id(tensor) in self._records or _storage_id(tensor) in self._twins
@@ -311,8 +184,8 @@ class Tracer(TorchDispatchMode):
             whole = Copy((storage.nbytes(),), 0, (1,), 1, 0, (1,), 1)
             held = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             value = held if tensor.device.type == "meta" else held.clone()
-            self._records[_storage_id(raw)] = _Record(raw, [Piece(Constant(value), whole)])
-            self._records[_storage_id(raw)].hold = raw
+            raw.whole = Piece(Constant(value), whole)  # type: ignore[attr-defined]
+            self._records[_storage_id(raw)] = Record(raw, [raw.whole])  # type: ignore[attr-defined]
             self._twins[sid] = raw
             raw.held_real = held  # type: ignore[attr-defined]
         view = torch.empty(0, dtype=tensor.dtype, device="meta")
@@ -327,7 +200,7 @@ class Tracer(TorchDispatchMode):
             try:
                 found = compose(piece.copy, copy)
             except LayoutError:
-                sources = self._sources([src])
+                sources = self.sources_of([src])
                 return [Piece(Opaque("reinterpreted elements", sources), copy)]
             program = () if opaque else piece.program + step
             out.extend(Piece(piece.root, c, program) for c in found)
@@ -339,7 +212,8 @@ class Tracer(TorchDispatchMode):
         for piece in pieces:
             record.overwrite(piece)
 
-    def _sources(self, tensors: Iterable[torch.Tensor]) -> frozenset[str]:
+    def sources_of(self, tensors: Iterable[torch.Tensor]) -> frozenset[str]:
+        """Names of the sources that tensors depend on."""
         names: set[str] = set()
         for tensor in tensors:
             record = self._records.get(_storage_id(tensor))
@@ -351,26 +225,35 @@ class Tracer(TorchDispatchMode):
         return frozenset(names)
 
     def _new(self, out: torch.Tensor, pieces: list[Piece], device: torch.device) -> torch.Tensor:
-        self._records[_storage_id(out)] = _Record(out.detach(), pieces)
-        return _as_traced(out, device)
+        self._records[_storage_id(out)] = Record(out.detach(), pieces)
+        return as_traced(out, device)
 
     def _is_traced(self, tensor: torch.Tensor) -> bool:
         sid = _storage_id(tensor)
         return sid in self._records or sid in self._twins
 
+    def _is_any_traced(self, values: Iterable[Any]) -> bool:
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                if self._is_traced(value):
+                    return True
+            elif isinstance(value, list | tuple) and self._is_any_traced(value):
+                return True
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        tensors = _flatten([*args, *kwargs.values()])
-        if not any(self._is_traced(t) for t in tensors):
+        if not self._is_any_traced(args) and not (kwargs and self._is_any_traced(kwargs.values())):
             return func(*args, **kwargs)
+        tensors = _flatten([*args, *kwargs.values()])
         traced = [self._twin_of(t) for t in tensors if self._is_traced(t)]
         device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else tensors[0].device
         if func in _DATA or (func is aten.index.Tensor and any(_is_bool(t) for t in traced)):
             if (known := self._known_arguments(args, kwargs)) is not None:
                 return func(*known[0], **known[1])
-            raise NeedsData(str(func), self._sources(traced))
+            raise NeedsData(str(func), self.sources_of(traced))
         if func is aten.copy_.default:
             return self._copy_(*args[:2])
         if func in (aten.fill_.Scalar, aten.zero_.default):
@@ -379,6 +262,8 @@ class Tracer(TorchDispatchMode):
             return self._copied(func, args, kwargs, device)
         if func in (aten.cat.default, aten.stack.default):
             return self._joined(func, args, kwargs, device)
+        if func is aten.index.Tensor and (at := self._rows(*args[:2])) is not None:
+            return self._taken(args[0], *at, device)
         if func in _ELEMENTWISE or func in _ELEMENTWISE_IN_PLACE:
             scalars = self._scalars(args[1:], kwargs)
             if scalars is not None and self._is_traced(args[0]):
@@ -422,6 +307,37 @@ class Tracer(TorchDispatchMode):
             pieces += self._through(part, _between(part, slot), step)
         return self._new(out, pieces, device)
 
+    def _rows(self, tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> tuple[int, list[int]] | None:
+        """Dim and rows of an indexing along one dim by values that are known."""
+        given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+        if len(given) != 1 or not self._is_traced(tensor):
+            return None
+        [(dim, index)] = given
+        if index.dim() != 1 or index.numel() > _MAX_ROWS or index.is_floating_point() or _is_bool(index):
+            return None
+        try:
+            rows = self._known(index).tolist()
+        except _NotKnown:
+            return None
+        extent = tensor.shape[dim]
+        rows = [row + extent if row < 0 else row for row in rows]
+        return (dim, rows) if all(0 <= row < extent for row in rows) else None
+
+    def _taken(self, tensor: torch.Tensor, dim: int, rows: list[int], device: torch.device) -> torch.Tensor:
+        origin = self._twin_of(tensor)
+        shape = (*origin.shape[:dim], len(rows), *origin.shape[dim + 1 :])
+        out = torch.empty(shape, dtype=origin.dtype, device="meta")
+        pieces: list[Piece] = []
+        start = 0
+        while start < len(rows):
+            stop = start + 1
+            while stop < len(rows) and rows[stop] == rows[stop - 1] + 1:
+                stop += 1
+            part, slot = origin.narrow(dim, rows[start], stop - start), out.narrow(dim, start, stop - start)
+            pieces += self._through(part, _between(part, slot))
+            start = stop
+        return self._new(out, pieces, device)
+
     @staticmethod
     def _scalars(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int | float, ...] | None:
         """The scalar arguments of an element-wise op, or None when there is anything else."""
@@ -442,21 +358,21 @@ class Tracer(TorchDispatchMode):
     def _other(self, func: Any, args: Any, kwargs: dict[str, Any], traced: list[torch.Tensor], device: Any) -> Any:
         """Views pass, and ops on known values run for real; every other op is opaque: its results depend on all of its
         traced inputs."""
-        if not func._schema.is_mutable and not _is_view(func):
-            if (known := self._known_arguments(args, kwargs)) is not None:
-                return func(*known[0], **known[1])
+        pure = not func._schema.is_mutable and not _is_view(func)
+        if pure and (known := self._known_arguments(args, kwargs)) is not None:
+            return func(*known[0], **known[1])
         low_args = self._lowered(args)
         low_kwargs = {k: self._lowered(v) for k, v in kwargs.items() if k != "device"}
         try:
             result = func(*low_args, **low_kwargs)
         except (NotImplementedError, RuntimeError) as error:
             reason = str(error).splitlines()[0][:120]
-            raise NeedsData(f"{func} ({reason})", self._sources(traced)) from error
+            raise NeedsData(f"{func} ({reason})", self.sources_of(traced)) from error
         arguments = func._schema.arguments
         written = [a for a, s in zip(args, arguments, strict=False) if s.alias_info and s.alias_info.is_write]
         if not written:
             return self._results(func, result, traced, device)
-        sources = self._sources(traced)
+        sources = self.sources_of(traced)
         for tensor in _flatten(written):
             target = self._twin_of(tensor)
             self._write(target, [Piece(Opaque(str(func), sources), _between(target, target))])
@@ -512,9 +428,9 @@ class Tracer(TorchDispatchMode):
         if not isinstance(result, torch.Tensor):
             return result
         if _storage_id(result) not in self._records:
-            piece = Piece(Opaque(str(func), self._sources(traced)), _between(result, result))
+            piece = Piece(Opaque(str(func), self.sources_of(traced)), _between(result, result))
             return self._new(result, [piece], device)
-        return _as_traced(result, device)
+        return as_traced(result, device)
 
 
 class _NotKnown(Exception):
@@ -536,14 +452,6 @@ def _side(
 
 def _is_bool(tensor: torch.Tensor) -> bool:
     return tensor.dtype in (torch.bool, torch.uint8)
-
-
-def _bounds(copy: Copy) -> tuple[int, int]:
-    """First and one past the last destination byte that a copy touches."""
-    if not copy.numel:
-        return copy.dst_offset, copy.dst_offset
-    span = sum((n - 1) * s for n, s in zip(copy.shape, copy.dst_strides, strict=True))
-    return copy.dst_offset, copy.dst_offset + span + copy.dst_itemsize
 
 
 def trace_function(

@@ -107,6 +107,7 @@ class Twin:
         self._detach_views()
         self.storages: dict[int, TwinStorage] = {}
         self._kept: list[_Kept] = []
+        self._kept_of: dict[int, list[_Kept]] = {}
         self._spare: list[torch.Tensor] = []
         self._left_by_loading: dict[tuple[int, Any], tuple[graph.Slot, Any]] = {}
         self._objects: list[tuple[Any, Any]] = []
@@ -156,7 +157,9 @@ class Twin:
             seen.add(id(tensor))
             shape, stride, dtype = tensor.shape, tensor.stride(), tensor.dtype
             attributes = dict(tensor.__dict__)
-            self._kept.append(_Kept(tensor, key, int(tensor.storage_offset()), shape, stride, dtype, attributes))
+            kept = _Kept(tensor, key, int(tensor.storage_offset()), shape, stride, dtype, attributes)
+            self._kept.append(kept)
+            self._kept_of.setdefault(key, []).append(kept)
 
     def adopt(self, path: str, like: torch.Tensor) -> None:
         """A parameter or buffer that the loader makes becomes one that the twin has had since its creation."""
@@ -204,6 +207,12 @@ class Twin:
                 made[kept.storage] = self._storage(info, contents.get(kept.storage))
             _place(kept, made[kept.storage])
 
+    def fill_more(self, contents: Mapping[int, torch.Tensor]) -> None:
+        """As `fill_tensors`, but for the given storages only: all others stay as they are."""
+        for key, content in contents.items():
+            for kept in self._kept_of.get(key, ()):
+                _place(kept, content.untyped_storage())
+
     def _storage(self, info: TwinStorage, content: torch.Tensor | None) -> torch.UntypedStorage:
         if content is not None:
             return content.untyped_storage()
@@ -234,6 +243,11 @@ class Twin:
         """Storage key by the id of each tensor object that the twin had at creation."""
         return {id(kept.tensor): kept.storage for kept in self._kept}
 
+    def is_as_created(self, key: int, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of a small storage still has the bytes that this was made with."""
+        value = self.storages[key].value
+        return not isinstance(value, torch.Tensor) or torch.equal(value, graph.raw_bytes(tensor))
+
     def storages_in_use(self) -> dict[int, int]:
         """Storage key by the id of the storage that its tensors have now."""
         return {int(kept.tensor.untyped_storage()._cdata): kept.storage for kept in self._kept}
@@ -255,8 +269,9 @@ class Twin:
         root: Any = self.model
         root.load_weights(iter(weights))
 
-    def process(self, paths: set[str]) -> None:
-        """vLLM's post-load processing of the given modules, in vLLM's order. Call it in `engine_context`."""
+    def processing(self, paths: set[str]) -> Iterator[None]:
+        """vLLM's post-load processing of the given modules, in vLLM's order, a module at a time: each step has to be
+        made in `engine_context`. Where a module's processing talks to other ranks, all have to make the same steps."""
         for slot, value in self._left_by_loading.values():
             slot.rebind(value)
         for module in self._quantized(paths):
@@ -264,10 +279,12 @@ class Twin:
             method.process_weights_after_loading(module)
             if hasattr(module, "update_param_tp_status"):
                 module.update_param_tp_status()  # type: ignore[operator]
+            yield
         for path, module in self.modules.items():
             if path in paths and _is_deferred_attention(module):
                 attention: Any = module
                 attention.process_weights_after_loading(self.record.model_config.dtype)
+                yield
         if hasattr(self.model, "process_weights_after_loading"):
             root: Any = self.model
             root.process_weights_after_loading()

@@ -4,7 +4,7 @@ BIN := .venv/bin
 PYTEST_ARGS ?=
 export PIP_ARGS
 
-.PHONY: setup lint test test-fast fidelity demo clean
+.PHONY: setup lint test test-fast fidelity trainers demo clean
 
 setup:  ## the CPU environment in .venv (nothing to do while its inputs are the same)
 	$(PYTHON) scripts/setup_cpu.py
@@ -27,6 +27,9 @@ ifeq ($(FIDELITY_ARGS),)
 	PYTHONPATH=tests $(BIN)/python -m fidelity --compiled
 	PYTHONPATH=tests $(BIN)/python -m fidelity --tp 2
 endif
+
+trainers: setup  ## trainers of 2 and 4 ranks in every layout against dense and MoE servers; about 5 minutes
+	PYTHONPATH=tests $(BIN)/python -m trainers
 
 demo: setup
 	$(BIN)/python examples/demo.py

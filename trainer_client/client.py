@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from trainer_client.asynchronous import Pushes, PushHandle, queued
 from trainer_client.batching import ALIGNMENT
 from trainer_client.block_fp8 import BlockFP8, choose
+from trainer_client.collector import Collector
 from trainer_client.control import Control, checkpoints
 from trainer_client.conversion import Conversion, Convert, checkpoint_converter, convert_shards
 from trainer_client.delivery import Options, Server, deliver, gather
@@ -43,7 +44,7 @@ from trainer_client.progress import Progress
 from trainer_client.quantizing import Quantizer
 from trainer_client.registration import SourceMemory
 from trainer_client.report import PushReport
-from trainer_client.sources import Sources, collect, unwrap
+from trainer_client.sources import Sources, unwrap
 from trainer_client.team import Team, follow
 from trainer_client.transfer import apart
 from vllm_nixl_plugin.agent import NixlAgent
@@ -71,7 +72,7 @@ class Request:
 
     ``options`` have to be the same on all ranks. ``key`` says what conversion and routes depend on. ``error``: why the
     call cannot be done; the others learn it when they meet. ``keep``: the tensors live on when the push is over.
-    ``ready`` returns when what was queued to make them is done.
+    ``ready`` returns when what was queued to make them is done. ``seconds``: what it took to collect and copy them.
     """
 
     options: Mapping[str, Any]
@@ -82,6 +83,7 @@ class Request:
     keep: bool = False
     ready: Callable[[], None] | None = None
     error: Exception | None = None
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,7 @@ class WeightClient:
         self._agents = itertools.count()
         self._fabric: Fabric | None = None
         self._given_group, self._group = group, group if isinstance(group, RankGroup) else None
+        self._collector = Collector()
         self._offered: _Offered | None = None
         self._memory: SourceMemory | None = None
         self._number: int | None = None
@@ -274,7 +277,10 @@ class WeightClient:
         """
         self._closed = True
         self._pushes.close(cancel=cancel)
+        self._collector.forget()
         self._drop_fabric()
+        if self._group is not None:
+            self._group.board.close()
         for server in self._servers:
             server.control.close()
 
@@ -302,20 +308,21 @@ class WeightClient:
         """What this rank is called with. An error is kept for when the ranks meet, so that it is that of all."""
         from torch import nn
 
+        begin = time.monotonic()
         blocks = None if quantize is None else list(quantize.block)
         wanted = options | {"partial": partial, "convert": convert is not None, "quantize": blocks}
         try:
             _check_options(options)
-            collected = collect(model)
+            collected = self._collector.collect(model, copied=copy is not None)
             sources = collected if copy is None else copy(collected)
             own = None if convert is not None or not isinstance(model, nn.Module) else weakref.ref(unwrap(model))
             key = (sources.geometry(), partial, convert, quantize, own)
-            ready = queued(storage.device for storage in collected.storages)
+            ready = queued(collected.devices)
             convert = convert or checkpoint_converter(model)
         except Exception as error:  # noqa: BLE001 - raised again in the push
             return Request(wanted, Sources((), (), ()), error=error)
         keep = copy is not None or hasattr(model, "keys") or hasattr(model, "state_dict")
-        return Request(wanted, sources, convert, quantize, key, keep, ready)
+        return Request(wanted, sources, convert, quantize, key, keep, ready, seconds=time.monotonic() - begin)
 
     def _push(self, request: Request, progress: Progress, cancel: threading.Event) -> PushReport:
         """The push itself, from the meeting of the ranks on; may run in a thread of its own."""
@@ -326,7 +333,8 @@ class WeightClient:
                 stock = self._stock(exchange, request, meeting)
                 if exchange.is_leader:
                     with progress:
-                        report, error = self._lead(exchange, request, meeting, stock, progress, cancel, begin)
+                        before = {"collect": request.seconds, "meet": time.monotonic() - begin}
+                        report, error = self._lead(exchange, request, meeting, stock, progress, cancel, before)
                 else:
                     report, error = self._follow(exchange, meeting, stock, cancel)
         finally:
@@ -373,8 +381,8 @@ class WeightClient:
             self._offered = None
             offered = self._offered = self._offer(exchange, request, meeting)
         quantizer = offered.quantizer
-        with apart({storage.device for storage in sources.storages}):
-            if self._memory is None or self._memory.sources.places()[: len(sources.storages)] != sources.places():
+        with apart(sources.devices):
+            if self._memory is None or not self._memory.holds(sources):
                 self._release()
                 self._memory = SourceMemory(self._agent(), sources if quantizer is None else quantizer.bind(sources))
             if quantizer is not None:
@@ -424,16 +432,17 @@ class WeightClient:
         stock: Stock,
         progress: Progress,
         cancel: threading.Event,
-        begin: float,
+        before: Mapping[str, float],
     ) -> tuple[PushReport, PushFailed | None]:
-        """Rank 0: run the push to every server, and tell all ranks how it ended."""
+        """Rank 0: run the push to every server, and tell all ranks how it ended. ``before``: seconds so far, by stage."""
+        begin = time.monotonic() - sum(before.values())
         wanted = request.options
         options = Options(
             meeting.version, wanted["mode"], wanted["kv_cache"], wanted["pause"], self._lease_s, self._timeout_s,
             self._identity, meeting.writers,
         )  # fmt: skip
         deliveries = [
-            bind(deliver, server, exchange.group, Team(exchange, number), stock, options, progress, cancel)
+            bind(deliver, server, exchange.group, Team(exchange, number), stock, options, progress, cancel, before)
             for number, server in enumerate(self._servers)
         ]
         servers = gather(deliveries, cancel)

@@ -18,7 +18,7 @@ import hashlib
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -35,6 +35,7 @@ from vllm_nixl_plugin.errors import (
     IncarnationChanged,
     LeaseHeld,
     PushWeightsError,
+    RankLost,
     StaleUpdate,
     UnknownPlan,
     from_wire,
@@ -95,9 +96,14 @@ def deliver(
     options: Options,
     progress: Progress,
     cancel: threading.Event,
+    before: Mapping[str, float],
 ) -> ServerReport:
-    """Bring the server to the offered weights. Plans again, once, when the server has restarted."""
+    """Bring the server to the offered weights. Plans again, once, when the server has restarted.
+
+    ``before``: what the push has taken so far, by stage.
+    """
     push = _Push(server, group, team, stock, options, progress, cancel)
+    push.seconds |= before
     begin = time.monotonic()
     error: PushWeightsError | None = None
     try:
@@ -111,7 +117,7 @@ def deliver(
     except Exception as failure:  # noqa: BLE001 - a bug on the way to one server must not keep the others from theirs
         error = PushWeightsError(f"unexpected {type(failure).__name__}: {failure}")
         error.__cause__ = failure
-    push.seconds["total"] = time.monotonic() - begin
+    push.seconds["total"] = time.monotonic() - begin + sum(before.values())
     progress.stage(server.control.server, "failed" if error else "done")
     return ServerReport(
         server=server.control.server, version=options.version if error is None else _served(server.control, error),
@@ -159,9 +165,10 @@ class _Push:
                 transfer = self._share_out(digest, plans, opened)
             self._send(opened, transfer)
             self._check()
+            asked = time.monotonic()
             commit = CommitRequest(kv_cache=self._options.kv_cache, pause=self._options.pause, timeout_s=self._left())
             status = self._control.commit(opened.update_id, commit)
-        self._finish(status)
+        self._finish(status, asked)
 
     def _plan(self) -> tuple[str, Plans]:
         """The plans for the offered manifest, asked for when they are not known, and their digest."""
@@ -188,7 +195,6 @@ class _Push:
             routed = [plans.routed_nbytes(offering), *self._team.answers(self._check)]
         except BaseException as error:
             self._team.call_off(error)
-            self._team.drained()
             raise
         for name, plan in plans.plans.items():
             found = sum(answer[name] for answer in routed)
@@ -242,11 +248,12 @@ class _Push:
         answers = self._team.answers(self._check)
         self.ranks = (own, *(RankReport(rank, a["nbytes"], a["packed_nbytes"], a["seconds"])
                              for rank, a in enumerate(answers, 1)))  # fmt: skip
-        self.seconds["pack"] = max([sent.pack_s, *(answer["pack_s"] for answer in answers)])
-        self.seconds["wire"] = max([sent.wire_s, *(answer["wire_s"] for answer in answers)])
+        pack_s, wire_s = max([(sent.pack_s, sent.wire_s), *((a["pack_s"], a["wire_s"]) for a in answers)], key=sum)
+        self.seconds |= {"pack": pack_s, "wire": wire_s}
+        self.seconds["join"] = max(time.monotonic() - begin - pack_s - wire_s, 0.0)
 
-    def _finish(self, status: UpdateStatus) -> None:
-        """Wait until the server has installed the update, or raise what kept it from it."""
+    def _finish(self, status: UpdateStatus, asked: float) -> None:
+        """Wait until the server has installed the update, or raise what kept it from it. ``asked``: when it was."""
         self._progress.stage(self._control.server, "install")
         while status.state in ("open", "committing"):
             self._check()
@@ -260,6 +267,8 @@ class _Push:
         for stage, timing in SERVER_STAGES.items():
             if timing in status.timings:
                 self.seconds[stage] = status.timings[timing]
+        known = sum(self.seconds.get(stage, 0.0) for stage in SERVER_STAGES)
+        self.seconds["commit"] = max(time.monotonic() - asked - known, 0.0)
         if status.state != "done":
             if status.error:
                 raise from_wire({"error": status.error})
@@ -293,11 +302,14 @@ class _Push:
         try:
             yield
         except BaseException as error:
-            self._team.call_off(error)
+            others = False
+            with suppress(RankLost):
+                self._team.call_off(error)
             drained = self._link.drain(DRAIN_S)
-            drained = self._team.drained() and drained
+            with suppress(RankLost):
+                others = self._team.drained()
             with suppress(PushWeightsError):
-                self._control.abort(opened.update_id, drained=drained)
+                self._control.abort(opened.update_id, drained=drained and others)
             raise
 
     @contextmanager

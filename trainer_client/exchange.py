@@ -21,7 +21,9 @@ from typing import Any
 from trainer_client.group import LEADER, RankGroup, told
 from vllm_nixl_plugin.errors import DeadlineExceeded, PushWeightsError, RankLost, from_wire
 
-FIRST_SLEEP_S, LONGEST_SLEEP_S = 0.0002, 0.02
+SHORTEST_SLEEP_S, LONGEST_SLEEP_S = 0.0001, 0.02
+PATIENCE = 16
+"""A wait sleeps for one part in so many of what it has lasted, so that it ends that much late at most."""
 LOOK_S = 0.05
 """How often a wait, or the `Exchange.check` of a transfer, looks for the failure of another rank."""
 LATER_S = 5.0
@@ -38,6 +40,7 @@ class Exchange:
         self.group, self.rank, self.size = group, group.rank, group.size
         self.number = group.next_number()
         self._board = group.board
+        self._board.patience_s = rank_timeout_s
         self._timeout_s, self._rank_timeout_s = timeout_s, rank_timeout_s
         self._deadline = time.monotonic() + timeout_s
         self._written: list[str] = []
@@ -93,6 +96,10 @@ class Exchange:
         names = [self._key(key) for key in keys]
         self._wait(names, check or self.check)
         return self._board.get(names)
+
+    def read(self, keys: Sequence[str]) -> list[bytes]:
+        """Messages of this push that are there, also after it has failed."""
+        return self._board.get([self._key(key) for key in keys])
 
     def missing(self, stage: str, ranks: Sequence[int]) -> list[int]:
         """Those of ``ranks`` that have not answered yet."""
@@ -157,7 +164,7 @@ class Exchange:
         self._written += self._board.set(self._key(name), data)
 
     def _wait(self, keys: Sequence[str], check: Callable[[], None]) -> None:
-        sleep_s, looked = FIRST_SLEEP_S, time.monotonic()
+        begin = looked = time.monotonic()
         while not self._board.has(keys):
             now = time.monotonic()
             if now - looked >= LOOK_S:
@@ -165,8 +172,7 @@ class Exchange:
                 check()
                 if now > self._deadline + (0.0 if self.is_leader else LATER_S):
                     raise self._too_late(keys)
-            time.sleep(sleep_s)
-            sleep_s = min(sleep_s * 1.5, LONGEST_SLEEP_S)
+            time.sleep(min(max((now - begin) / PATIENCE, SHORTEST_SLEEP_S), LONGEST_SLEEP_S))
 
     def _too_late(self, keys: Sequence[str]) -> DeadlineExceeded:
         absent = [r for r in range(self.size) if not self._board.has([self._key(f"beat/{r}")])]
@@ -180,6 +186,7 @@ class Exchange:
         """Fail with ``error``, or raise the one with which the push fails instead."""
         try:
             first = self.fail(error)
+            self.post("left", b"")
         except RankLost:
             return  # the board is gone: whoever is left finds that out by itself
         if self.size > 1 and isinstance(error, Exception) and first.to_wire() != getattr(error, "to_wire", dict)():

@@ -11,7 +11,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from functools import partial as bind
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from vllm_nixl_plugin.errors import InvalidRequest, RankLost
@@ -117,10 +120,26 @@ _finding = threading.Lock()
 
 
 class Board:
-    """Messages by key. Every failure of the store becomes `RankLost`: whoever hosts it is gone."""
+    """Messages by key. Every failure of the store becomes `RankLost`: whoever hosts it is gone.
+
+    The store is asked from a thread of its own, because a call to one whose host stands still never returns; after
+    ``patience_s`` the host counts as gone. That is final.
+    """
 
     def __init__(self, store: Store | _Memory) -> None:
         self._store = store
+        self.patience_s = 30.0
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._gone = ""
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """End the thread; the next call starts another."""
+        with self._lock:
+            if self._thread is not None:
+                self._calls.put(None)
+                self._thread = None
 
     def set(self, key: str, data: bytes) -> list[str]:
         """Leave a message of any length, which is there as a whole or not at all; the keys to `delete` it by."""
@@ -163,14 +182,35 @@ class Board:
         return [bytes(self._call("get", key)) for key in keys]
 
     def _call(self, operation: str, *arguments: Any) -> Any:
-        try:
-            return getattr(self._store, operation)(*arguments)
-        except Exception as error:
-            first = str(error).partition("\n")[0]
-            raise RankLost(
-                f"the store through which the ranks of this trainer talk does not answer ({type(error).__name__}: "
-                f"{first}): the process that hosts it, usually rank 0, is gone. Restart the trainer"
-            ) from error
+        call = bind(getattr(self._store, operation), *arguments)
+        if isinstance(self._store, _Memory):
+            return call()
+        cause: Exception | None = None
+        if not self._gone:
+            answer: Future[Any] = Future()
+            with self._lock:
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._ask, name="nixl-store", daemon=True)
+                    self._thread.start()
+                self._calls.put((answer, call))
+            try:
+                return answer.result(self.patience_s)
+            except TimeoutError:
+                self._gone = f"no answer for {self.patience_s:g} s"
+            except Exception as error:  # noqa: BLE001 - those of the store have no class in common
+                cause, self._gone = error, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise RankLost(
+            f"the store through which the ranks of this trainer talk does not answer ({self._gone}): the process that "
+            "hosts it, usually rank 0, is gone or stopped. Restart the trainer; the servers keep what they serve"
+        ) from cause
+
+    def _ask(self) -> None:
+        while (item := self._calls.get()) is not None:
+            answer, call = item
+            try:
+                answer.set_result(call())
+            except Exception as error:  # noqa: BLE001 - raised where the call was made
+                answer.set_exception(error)
 
 
 def told(ranks: Sequence[int]) -> str:

@@ -85,12 +85,14 @@ class Team:
         """After `call_off`: whether the writes of all other ranks are done. Waits for their answers."""
         deadline = time.monotonic() + DRAIN_S + ANSWER_S
         while self._open:
-            if not (missing := self._exchange.missing(self._stage, self._others)):
-                keys = [f"{self._stage}/{rank}" for rank in self._others]
-                self._open = False
-                return all(json.loads(data).get("drained", True) for data in self._exchange.take(keys))
-            if time.monotonic() > deadline or self._exchange.lost & set(missing):
+            here = self._exchange.missing("left", self._others)
+            missing = self._exchange.missing(self._stage, self._others)
+            if self._exchange.lost & set(missing) or time.monotonic() > deadline:
                 return False
+            if not set(here) & set(missing):  # who has left without an answer has not begun the order
+                self._open = False
+                answered = [f"{self._stage}/{rank}" for rank in self._others if rank not in missing]
+                return all(json.loads(data).get("drained", True) for data in self._exchange.read(answered))
             time.sleep(LOOK_S)
         return True
 

@@ -13,7 +13,7 @@ import re
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from gpu_servers import (
 )
 from harness.checkpoints import _write_tokenizer, read_weights
 from harness.generation import Completion, completions
-from trainer_client import PushFailed, WeightClient
+from trainer_client import BlockFP8, PushFailed, WeightClient
 
 
 def build(model: str, width: int) -> tf.PreTrainedModel:
@@ -99,7 +99,9 @@ QUANTIZED = [
     Case("dense FP8, scale a channel", "dense", "fp8-channel", graphs=True, cpu=False),
     Case("dense INT4 group 32 (Marlin)", "dense", "w4a16", graphs=True),
     Case("MoE MXFP4", "packed-moe", "mxfp4", graphs=True),
+    Case("dense block FP8 from bf16", "dense", "fp8-block", graphs=True, env=_NO_DEEP_GEMM, does="quantizes"),
     Case("MoE block FP8", "moe", "fp8-block", env=_NO_DEEP_GEMM),
+    Case("MoE block FP8 from bf16", "moe", "fp8-block", env=_NO_DEEP_GEMM, does="quantizes"),
     Case("MLA MoE block FP8", "latent-moe", "fp8-block", env=_NO_DEEP_GEMM),
     Case("dense FP8, scale a tensor, static", "dense", "fp8-tensor", cpu=False),
     Case("dense FP8, KV cache scales", "dense", "fp8-kv", cpu=False),
@@ -207,7 +209,8 @@ def _one(case: Case, folder: Path, report: Report, device: str) -> bool:
         if len(started) < len(wanted):
             report.record(case=case.name, equal=False, error="did not start")
             return False
-        found = _Pushes(case, paths, started, report, device).run()
+        plain = {seed: write(folder, replace(case, form=None), seed, width) for seed in (1, 2)}
+        found = _Pushes(case, paths, plain, started, report, device).run()
         rows = found.rows
         fine = found.changed and set(rows.values()) == {"equal"}
         report(
@@ -230,12 +233,15 @@ def _one(case: Case, folder: Path, report: Report, device: str) -> bool:
 
 
 class _Pushes:
-    """The pushes of one case. ``rows``: what was compared, and the result; ``note``: homes and kernels."""
+    """The pushes of one case. ``rows``: what was compared, and the result; ``note``: homes and kernels; ``plain``: the
+    checkpoints in bf16, which a trainer that quantizes has."""
 
     def __init__(
-        self, case: Case, paths: dict[int, Path], started: dict[str, Server], report: Report, device: str
-    ) -> None:
-        self.case, self.paths, self.started, self.report, self.device = case, paths, started, report, device
+        self, case: Case, paths: dict[int, Path], plain: dict[int, Path], started: dict[str, Server], report: Report,
+        device: str,
+    ) -> None:  # fmt: skip
+        self.case, self.paths, self.plain, self.started = case, paths, plain, started
+        self.report, self.device = report, device
         self.rows: dict[str, str] = {}
         self.changed, self.note = False, ""
         self._url = started["pushed"].url
@@ -270,8 +276,10 @@ class _Pushes:
         return found
 
     def _push(self, client: WeightClient, seed: int, mode: Any) -> None:
-        weights = {name: tensor.to(self.device) for name, tensor in read_weights(self.paths[seed]).items()}
-        client.push_weights(weights, mode=mode)
+        quantizes = BlockFP8() if self.case.does == "quantizes" else None
+        path = self.paths[seed] if quantizes is None else self.plain[seed]
+        weights = {name: tensor.to(self.device) for name, tensor in read_weights(path).items()}
+        client.push_weights(weights, mode=mode, quantize=quantizes)
 
     def _asleep(self, client: WeightClient, want: dict[int, list[tuple[Completion, ...]]]) -> None:
         """A sleeping engine refuses a push and is what it was once it wakes up."""

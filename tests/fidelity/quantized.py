@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from trainer_client import block_fp8
+
 GROUP = 32
 BLOCK = 128
 FP8 = torch.float8_e4m3fn
@@ -125,13 +127,8 @@ def _fp8_tensor(weight: Tensor) -> Named:
 
 
 def _fp8_block(weight: Tensor) -> Named:
-    n, k = weight.shape
-    padded = torch.zeros(-(-n // BLOCK) * BLOCK, -(-k // BLOCK) * BLOCK)
-    padded[:n, :k] = weight.float()
-    blocks = padded.reshape(-1, BLOCK, padded.shape[1] // BLOCK, BLOCK)
-    scale = blocks.abs().amax((1, 3)).clamp(min=1e-6) / FP8_MAX
-    spread = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:n, :k]
-    return {"weight": _fp8(weight, spread), "weight_scale_inv": scale}
+    packed, scale = block_fp8.quantize(weight, (BLOCK, BLOCK))
+    return {"weight": packed, "weight_scale_inv": scale}
 
 
 def _kv_scales(name: str, tensor: Tensor) -> Named:

@@ -434,7 +434,7 @@ class WeightClient:
         cancel: threading.Event,
         before: Mapping[str, float],
     ) -> tuple[PushReport, PushFailed | None]:
-        """Rank 0: run the push to every server, and tell all ranks how it ended. ``before``: seconds so far, by stage."""
+        """Rank 0: run the push to every server, tell all ranks how it ended. ``before``: seconds so far, by stage."""
         begin = time.monotonic() - sum(before.values())
         wanted = request.options
         options = Options(

@@ -51,6 +51,11 @@ class SourceMemory:
         self._registered: dict[int, Registration] = {}
         self._lock = threading.Lock()
 
+    def holds(self, sources: Sources) -> bool:
+        """Whether these are the very storages that begin ours."""
+        places = sources.places()
+        return self.sources is sources or self.sources.places()[: len(places)] == places
+
     def require(self, storages: Iterable[int]) -> None:
         """Register these storages, those that are not yet. Errors: RegistrationFailed."""
         with self._lock:

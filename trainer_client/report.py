@@ -10,8 +10,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-STAGES = ("plan", "route", "begin", "pack", "wire", "prepare", "pause", "install", "resume", "total")
-"""Stages in the order of the push. ``plan`` … ``wire`` and ``total`` are the client's clock, the rest the server's.
+STAGES = (
+    "collect", "meet", "plan", "route", "begin", "pack", "wire", "join", "prepare", "pause", "install", "resume",
+    "commit", "total",
+)  # fmt: skip
+"""Stages in the order of the push; all before ``total`` together are ``total``, but for a moment here and there.
+
+``prepare`` … ``resume`` are the server's clock, the rest the client's; ``commit`` is what passes from asking for the
+install to hearing of its end beside those four. ``join``: from the end of the transfer on the slowest rank until
+rank 0 has heard of it.
 
 ``pack`` and ``wire`` overlap: ``pack`` is the time spent copying into send buffers, ``wire`` the time from the first
 post to the last completed write, less ``pack``. ``prepare`` waits for the last notifications and runs vLLM's processing

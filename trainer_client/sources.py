@@ -3,7 +3,8 @@
 `collect` takes what the caller of `push_weights` has (a module, a state dict, an iterable of named values) and gives
 `Sources`: `Shard`s, each a box of a global tensor and where it lies, and the storages they lie in. What a value is on
 this rank says `sharding`. Everything later works on these numbers; only packing and registration touch the memory.
-`WeightClient` calls it first in every push, because optimizers may have replaced the tensors since the last one.
+`WeightClient` comes here first in every push, because optimizers may have replaced the tensors since the last one;
+`collector` answers for it where nothing has changed.
 
 A module counts as what it would save: tied copies that ``save_pretrained`` omits and buffers that are not persistent
 are not sent. A state dict or iterable counts as checkpoint names, and all of it is sent. Names lose the marks of
@@ -15,6 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from trainer_client.flattened import flat_state
@@ -86,10 +88,23 @@ class Sources:
 
     def places(self) -> tuple[tuple[int, int, int], ...]:
         """Where the storages are. Equal to that of other sources that are still held: the very same memory."""
-        return tuple((owner._cdata, s.address, s.nbytes) for owner, s in zip(self.owners, self.storages, strict=True))
+        return self._places
 
     def geometry(self) -> tuple[tuple[Shard, ...], tuple[tuple[int, str], ...]]:
         """Everything a route depends on: all but the addresses."""
+        return self._geometry
+
+    @cached_property
+    def devices(self) -> frozenset[str]:
+        """Those of the storages."""
+        return frozenset(storage.device for storage in self.storages)
+
+    @cached_property
+    def _places(self) -> tuple[tuple[int, int, int], ...]:
+        return tuple((owner._cdata, s.address, s.nbytes) for owner, s in zip(self.owners, self.storages, strict=True))
+
+    @cached_property
+    def _geometry(self) -> tuple[tuple[Shard, ...], tuple[tuple[int, str], ...]]:
         return self.shards, tuple((storage.nbytes, storage.device) for storage in self.storages)
 
 
@@ -172,7 +187,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 def _of_module(module: nn.Module) -> dict[str, Any]:
     inner = unwrap(module)
-    saved = flat_state(module) if _has_fsdp1(module) else inner.state_dict()
+    saved = flat_state(module) if has_fsdp1(module) else inner.state_dict()
     state = {unmarked(name): value for name, value in saved.items() if not name.endswith("_extra_state")}
     for name in getattr(inner, "_keys_to_ignore_on_save", None) or ():
         state.pop(name, None)
@@ -181,7 +196,8 @@ def _of_module(module: nn.Module) -> dict[str, Any]:
     return state
 
 
-def _has_fsdp1(module: nn.Module) -> bool:
+def has_fsdp1(module: nn.Module) -> bool:
+    """Whether FSDP1 wraps any part of it."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and any(isinstance(part, fsdp.FullyShardedDataParallel) for part in module.modules())
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trainer_client.batching import Batch, PackItem, Runs
-from trainer_client.packing import OPERATIONS, PreparedBatch
+from trainer_client.packing import OPERATIONS, PreparedBatch, operation_of
 from vllm_nixl_plugin.errors import PlanRefused
 from vllm_nixl_plugin.layout import Copy, identity
 from vllm_nixl_plugin.wire import Step
@@ -70,6 +70,16 @@ def test_every_operation_of_the_list_equals_torch(op) -> None:
         source, Copy((16,), 0, (4,), 4, 0, (expected.itemsize,), expected.itemsize), Step(op=op, args=args, dtype=name)
     )
     assert torch.equal(found.view(expected.dtype), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(), (5,), (37, 11)])
+def test_a_quotient_is_that_of_a_cpu_in_every_bit(dtype, shape) -> None:
+    source = torch.randn(shape).to(dtype)
+    divide = operation_of(Step(op="div", args=(3.3,), dtype=str(dtype).removeprefix("torch.")))
+    assert torch.equal(divide(source), torch.div(source, 3.3))
+    devices = ["cuda"] if torch.cuda.is_available() else []
+    assert all(torch.equal(divide(source.to(device)).cpu(), torch.div(source, 3.3)) for device in devices)
 
 
 @pytest.mark.parametrize(

@@ -131,10 +131,20 @@ def operation_of(step: Step) -> Operation:
         )
     if step.op == "to":
         return lambda tensor: tensor.to(dtype)
-    function = getattr(torch, step.op)
+    function: Callable[..., Tensor] = _divided if step.op == "div" else getattr(torch, step.op)
 
     def run(tensor: Tensor) -> Tensor:
-        result: Tensor = function(tensor, *step.args)
+        result = function(tensor, *step.args)
         return result if result.dtype == dtype else result.to(dtype)
 
     return run
+
+
+def _divided(tensor: Tensor, number: float) -> Tensor:
+    """A quotient that is the same on every device: a GPU multiplies with the inverse of a number, not of a tensor."""
+    import torch
+
+    if not tensor.is_floating_point():
+        return torch.div(tensor, number)
+    wide = tensor if tensor.dtype == torch.float64 else tensor.to(torch.float32)
+    return torch.div(wide, wide.new_full((1,), number)).to(tensor.dtype).view(tensor.shape)

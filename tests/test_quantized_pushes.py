@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from harness import TOKEN, Server, completions
-from harness.checkpoints import random_model, write_checkpoint
+from harness.checkpoints import random_model, read_weights, write_checkpoint
 from trainer_client import BlockFP8, PushFailed, WeightClient
 from trainer_client.block_fp8 import quantize
 from trainer_client.control import Control
+from trainers.world import World
 
 pytestmark = [
     pytest.mark.server,
@@ -25,7 +26,7 @@ pytestmark = [
 ]
 
 CONFIG = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
-          "modules_to_not_convert": ["lm_head"]}  # fmt: skip
+          "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]}  # fmt: skip
 
 
 def write_fp8(path: Path, name: str, seed: int) -> Path:
@@ -43,13 +44,20 @@ def write_fp8(path: Path, name: str, seed: int) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=["qwen3"])
+@pytest.fixture(scope="module", params=["qwen3", "qwen3-moe"])
 def served(request, tmp_path_factory) -> Iterator[tuple[str, Server, Server]]:
     """The model's name, a server on seed 1 and one on seed 2."""
     root = tmp_path_factory.mktemp(request.param)
     first, second = (write_fp8(root / str(seed), request.param, seed) for seed in (1, 2))
     with Server(first) as server, Server(second) as fresh:
         yield request.param, server, fresh
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """A trainer of two ranks."""
+    with World(2) as made:
+        yield made
 
 
 def readings(server: Server) -> list[dict[str, str] | None]:
@@ -65,8 +73,8 @@ def test_a_server_of_an_fp8_checkpoint_takes_a_bf16_model(served, mode):
         client.push_weights(random_model(name, 3), quantize=BlockFP8(), mode=mode)
         assert readings(server) != readings(fresh)
         report = client.push_weights(model, quantize=BlockFP8(), mode=mode)
-        projections = sum(p.nbytes for n, p in model.named_parameters() if n.endswith("_proj.weight"))
-        others = sum(p.nbytes for n, p in model.named_parameters() if not n.endswith("_proj.weight"))
+        projections = sum(p.nbytes for n, p in model.named_parameters() if "_proj" in n)
+        others = sum(p.nbytes for n, p in model.named_parameters() if "_proj" not in n)
         assert others + projections / 2 < report.nbytes < others + projections * 0.51
     assert readings(server) == readings(fresh)
     assert completions(server.url) == completions(fresh.url)
@@ -89,15 +97,27 @@ def test_other_blocks_than_those_of_the_server_are_refused(served):
         assert refused.type.__name__ == "InvalidRequest"
 
 
+@pytest.mark.parametrize("layout", ["fsdp2", "tp", "declared"])
+def test_ranks_quantize_what_they_have_together(served, layout, world):
+    """Also where they cut blocks between them, as ``declared`` does: the first of two ranks has 85 of 256 rows."""
+    name, server, fresh = served
+    with WeightClient([server.url], token=TOKEN, timeout_s=120, progress=False) as client:
+        client.push_weights(random_model(name, 3), quantize=BlockFP8())
+    assert readings(server) != readings(fresh)
+    answers = world.all("push_quantized", layout=layout, model=name, seed=2, servers=[server.url])
+    assert readings(server) == readings(fresh)
+    assert sum(a["nbytes"] for a in answers) == answers[0]["planned"]
+    assert all(a["nbytes"] <= 1.1 * a["fair"] for a in answers)
+    assert not any(a["collectives"] for a in answers)
+
+
 def test_one_layer_may_be_pushed_quantized(served, tmp_path):
     name, server, fresh = served
-    state = random_model(name, 2).state_dict()
-    layer = {n: t for n, t in state.items() if ".layers.1." in n}
+    first, second = (read_weights(write_checkpoint(tmp_path / str(seed), name, seed)) for seed in (1, 2))
+    layers = [{n: t for n, t in state.items() if ".layers.1." in n} for state in (first, second)]
     with WeightClient([server.url], token=TOKEN, timeout_s=120, progress=False) as client:
-        client.push_weights(state, quantize=BlockFP8())
-        client.push_weights({n: t for n, t in random_model(name, 1).state_dict().items() if n in layer},
-                            quantize=BlockFP8(), partial=True)  # fmt: skip
+        client.push_weights(second, quantize=BlockFP8())
+        client.push_weights(layers[0], quantize=BlockFP8(), partial=True)
         assert readings(server) != readings(fresh)
-        client.push_weights(layer, quantize=BlockFP8(), partial=True)
+        client.push_weights(layers[1], quantize=BlockFP8(), partial=True)
     assert readings(server) == readings(fresh)
-    assert torch.equal(state["lm_head.weight"], random_model(name, 2).state_dict()["lm_head.weight"])

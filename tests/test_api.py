@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -20,7 +21,7 @@ import pytest
 from fastapi import FastAPI
 
 from fake_plane import MANIFEST, NBYTES, PARTIAL, FakeClient, FakeEngines
-from vllm_nixl_plugin import api, channel, errors, lease, plugin, settings
+from vllm_nixl_plugin import access, api, channel, errors, lease, plugin, settings
 from vllm_nixl_plugin.encoding import decode_plans
 from vllm_nixl_plugin.engine import Engine
 from vllm_nixl_plugin.publish import Blobs
@@ -46,6 +47,11 @@ def token(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PUSH_WEIGHTS_TOKEN_FILE", "PUSH_WEIGHTS_ALLOW_ANONYMOUS", "PUSH_WEIGHTS_READY_AFTER_PUSH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PUSH_WEIGHTS_TOKEN", TOKEN)
+
+
+@pytest.fixture(autouse=True)
+def no_failures_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access, "failures", access.Failures())
 
 
 @pytest.fixture
@@ -161,6 +167,7 @@ def test_every_route_without_the_token_is_refused_and_nothing_happens(
             got = await server.http.request(method, url, headers=headers, content=content)
             assert got.status_code == 401
             assert got.json()["error"]["code"] == "unauthorized"
+            assert (got.headers["WWW-Authenticate"], got.headers["Connection"]) == ("Bearer", "close")
         assert ([len(p.log) for p in engines.planes], len(engines.log)) == before
 
     alone(test, engines)
@@ -207,6 +214,79 @@ def test_the_token_file_is_read_at_each_request_and_shuts_everybody_out_when_it_
     alone(test, engines)
 
 
+def test_every_line_of_the_token_file_is_a_token_so_that_clients_can_change_over(
+    engines: FakeEngines, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "token"
+    monkeypatch.setenv("PUSH_WEIGHTS_TOKEN_FILE", str(file))
+
+    async def test(server: Server) -> None:
+        async def let_in(*tokens: str) -> list[bool]:
+            got = [await server.http.get("/status", headers={"Authorization": f"Bearer {t}"}) for t in tokens]
+            return [each.status_code == 200 for each in got]
+
+        file.write_text("old\n")
+        assert await let_in("old", "new") == [True, False]
+        file.write_text("new\n\n old \n")
+        assert await let_in("old", "new", "new\told", "") == [True, True, False, False]
+        file.write_text("new")
+        assert await let_in("old", "new") == [False, True]
+        file.write_text("\n")
+        assert await let_in("old", "new", "") == [False, False, False]
+
+    alone(test, engines)
+
+
+def test_too_many_requests_without_the_token_are_told_to_wait_and_the_right_one_gets_in(
+    engines: FakeEngines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(access, "LIMIT", 3)
+
+    async def test(server: Server) -> None:
+        wrong = {"Authorization": "Bearer wrong"}
+        got = [await server.http.get("/status", headers=wrong) for _ in range(6)]
+        assert [each.status_code for each in got] == [401] * 3 + [429] * 3
+        assert got[-1].json()["error"]["code"] == "too_many_requests"
+        assert 1 <= int(got[-1].headers["Retry-After"]) <= 10
+        assert (await server.http.get("/status")).status_code == 200
+
+    with caplog.at_level(logging.WARNING):
+        alone(test, engines)
+    assert caplog.text.count("127.0.0.1 sends requests without the token") == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "cap"),
+    [
+        ("/plan", "MAX_MANIFEST_BYTES"),
+        ("/updates", "BEGIN_BODY_BYTES"),
+        (f"/updates/{'0' * 32}/renew", "SMALL_BODY_BYTES"),
+        (f"/updates/{'0' * 32}/commit", "SMALL_BODY_BYTES"),
+    ],
+)
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_body_over_its_cap_is_refused_and_not_read_when_it_says_so(
+    engines: FakeEngines, monkeypatch: pytest.MonkeyPatch, path: str, cap: str, announced: bool
+) -> None:
+    monkeypatch.setattr(api, cap, 1000)
+
+    async def test(server: Server) -> None:
+        read: list[int] = []
+
+        async def body() -> AsyncIterator[bytes]:
+            for number in range(100):
+                read.append(number)
+                yield b"x" * 100
+
+        headers = {"Content-Length": "10000"} if announced else {}
+        got = await server.http.post(path, content=body(), headers=headers)
+        assert (got.status_code, got.json()["error"]["code"]) == (400, "invalid_request")
+        assert "more than 1000 bytes" in got.text
+        assert len(read) <= (1 if announced else 12)
+
+    alone(test, engines)
+
+
 def test_without_a_token_the_server_starts_only_when_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PUSH_WEIGHTS_TOKEN")
     with pytest.raises(settings.MissingToken, match="PUSH_WEIGHTS_TOKEN"):
@@ -232,6 +312,19 @@ def test_a_push_installs_on_all_workers_and_reports_its_seconds(engines: FakeEng
         assert status.workers == (0, 1, 2, 3)
         assert status.last == done
         assert await server.ready(version="v1") == 200
+
+    alone(test, engines)
+
+
+def test_an_install_is_made_ready_in_slices_while_generation_goes_on(engines: FakeEngines) -> None:
+    async def test(server: Server) -> None:
+        for plane, slices in zip(engines.planes, (1, 5, 2, 3), strict=True):
+            plane.slices = slices
+        done = await server.push()
+        assert done.state == "done"
+        assert [p.log.count("prepare") for p in engines.planes] == [1, 5, 2, 3]
+        assert [p.log[-1] for p in engines.planes] == ["install"] * 4
+        assert engines.log == ["pause:keep:recompute", "pause", "resume"]
 
     alone(test, engines)
 
@@ -1232,6 +1325,22 @@ def test_the_plugin_refuses_to_ask_workers_that_lack_the_extension() -> None:
     for other in ("", "fake_plane.FakePlane", "fake_plane.Nothing"):
         with pytest.raises(RuntimeError, match="--worker-extension-cls"):
             plugin.check_extension(Config(other), None)
+
+
+@pytest.mark.parametrize(("dev_mode", "middleware", "warned"), [
+    ("1", [], True), ("1", ["other.Thing"], True), ("1", ["vllm_nixl_plugin.guard.Guard"], False), ("0", [], False),
+])  # fmt: skip
+def test_open_development_routes_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    dev_mode: str,
+    middleware: list[str],
+    warned: bool,
+) -> None:
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", dev_mode)
+    with caplog.at_level(logging.WARNING):
+        plugin.warn_of_open_routes(SimpleNamespace(middleware=middleware))
+    assert ("--middleware vllm_nixl_plugin.guard.Guard" in caplog.text) == warned
 
 
 def test_the_plugin_serves_its_routes_once_vllm_has_started_it(engines: FakeEngines) -> None:

@@ -89,7 +89,7 @@ def test_every_error_code_has_its_line_and_no_other() -> None:
 
 @every_page
 def test_every_setting_that_is_named_exists(page: str) -> None:
-    assert set(re.findall(r"PUSH_WEIGHTS_\w*[A-Z]", (ROOT / page).read_text())) <= settings()
+    assert set(re.findall(r"PUSH_WEIGHTS_\w*[A-Z]", (ROOT / page).read_text())) <= settings() | client_settings()
 
 
 def test_the_quick_start_lists_all_settings() -> None:
@@ -101,6 +101,12 @@ def settings() -> set[str]:
     from vllm_nixl_plugin import settings
 
     return set(re.findall(r"PUSH_WEIGHTS_\w*[A-Z]", inspect.getsource(settings)))
+
+
+def client_settings() -> set[str]:
+    from trainer_client import control
+
+    return set(re.findall(r"PUSH_WEIGHTS_\w*[A-Z]", inspect.getsource(control)))
 
 
 def test_the_quick_start_explains_every_stage_of_a_report() -> None:

@@ -243,7 +243,7 @@ def _token(file: Path | None) -> str | None:
     if file is None:
         return os.environ.get("PUSH_WEIGHTS_TOKEN", "").strip() or None
     try:
-        token = file.read_text("utf-8").strip()
+        token = next((line.strip() for line in file.read_text("utf-8").splitlines() if line.strip()), "")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the token file {file} cannot be read ({type(error).__name__})") from None
     if not token:

@@ -8,6 +8,8 @@ only where that changes nothing: all but `begin`, which may have opened an updat
 
 from __future__ import annotations
 
+import os
+import ssl
 import time
 from collections.abc import Iterable, Mapping
 from types import TracebackType
@@ -69,6 +71,23 @@ def checkpoints(controls: Iterable[Control]) -> list[tuple[WeightSpec, ...]]:
     return found
 
 
+def tls() -> ssl.SSLContext | bool:
+    """How to check servers and who to be, by the environment: PUSH_WEIGHTS_CA_FILE, PUSH_WEIGHTS_CERT_FILE (and
+    PUSH_WEIGHTS_KEY_FILE). Errors: InvalidRequest, for files that cannot be used.
+    """
+    names = ("PUSH_WEIGHTS_CA_FILE", "PUSH_WEIGHTS_CERT_FILE", "PUSH_WEIGHTS_KEY_FILE")
+    authorities, certificate, key = (os.environ.get(name) or None for name in names)
+    if authorities is None and certificate is None:
+        return True
+    try:
+        context = ssl.create_default_context(cafile=authorities)
+        if certificate is not None:
+            context.load_cert_chain(certificate, key)
+    except OSError as error:
+        raise InvalidRequest(f"{' or '.join(names)} names a file that cannot be used: {error}") from None
+    return context
+
+
 class Control:
     """One server. ``timeout_s`` bounds every request that has no time limit of its own."""
 
@@ -91,7 +110,9 @@ class Control:
         self.server = server.rstrip("/")
         self._timeout_s = timeout_s
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._http = httpx.Client(base_url=self.server + PREFIX, headers=headers, transport=transport, trust_env=False)
+        self._http = httpx.Client(
+            base_url=self.server + PREFIX, headers=headers, transport=transport, trust_env=False, verify=tls(),
+        )  # fmt: skip
 
     def __enter__(self) -> Control:
         return self

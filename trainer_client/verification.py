@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from trainer_client.control import Control
+from trainer_client.control import Control, tls
 from vllm_nixl_plugin.errors import InvalidRequest, ServerUnreachable
 from vllm_nixl_plugin.wire import ServerStatus
 
@@ -138,7 +138,7 @@ class _Completions:
     def __init__(self, url: str) -> None:
         key = os.environ.get("VLLM_API_KEY")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=REQUEST_S, trust_env=False)
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=REQUEST_S, trust_env=False, verify=tls())
         self._model: str | None = None
 
     def close(self) -> None:

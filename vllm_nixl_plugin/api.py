@@ -21,11 +21,12 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, Field, ValidationError
 
-from vllm_nixl_plugin import errors, publish, settings
+from vllm_nixl_plugin import access, errors, publish
 from vllm_nixl_plugin.encoding import encode_plans
+from vllm_nixl_plugin.guard import headers_of
 from vllm_nixl_plugin.updates import Updates
 from vllm_nixl_plugin.wire import (
-    MAX_BODY_BYTES,
+    MAX_MANIFEST_BYTES,
     PREFIX,
     BeginRequest,
     CommitRequest,
@@ -39,7 +40,8 @@ from vllm_nixl_plugin.wire import (
 logger = logging.getLogger("vllm.nixl_plugin")
 
 BINARY = "application/octet-stream"
-SMALL_BODY_BYTES = 64 << 20
+BEGIN_BODY_BYTES = 32 << 20
+SMALL_BODY_BYTES = 64 << 10
 MAX_WAIT_S = 60.0
 
 T = TypeVar("T")
@@ -62,7 +64,7 @@ class Route(APIRoute):
 
         async def guarded(request: Request) -> Response:
             try:
-                settings.authorize(request.headers.get("authorization"))
+                access.check(request.headers.get("authorization"), request.client.host if request.client else None)
                 return await handle(request)
             except errors.PushWeightsError as error:
                 return _refusal(error)
@@ -122,7 +124,7 @@ async def plan_summary(request: Request, digest: Annotated[str | None, Query(max
 async def plan(request: Request, timeout_s: Annotated[float, Query(gt=0, le=86_400)] = 600.0) -> Response:
     """Plan for the manifest in the body; the plans in binary, or a summary where JSON is asked for."""
     engine, kept = _updates(request).engine, _updates(request).plans
-    manifest = await asyncio.to_thread(_parse, Manifest, await _body(request, MAX_BODY_BYTES))
+    manifest = await asyncio.to_thread(_parse, Manifest, await _body(request, MAX_MANIFEST_BYTES))
     canonical = manifest.model_dump_json().encode()
     digest = hashlib.sha256(canonical).hexdigest()
     workers, blobs = await publish.make_plans(engine, kept, digest, canonical, timeout_s)
@@ -153,7 +155,7 @@ async def fingerprint(
 @router.post("/updates")
 async def begin(request: Request) -> Response:
     """Open an update."""
-    body = _parse(BeginRequest, await _body(request))
+    body = _parse(BeginRequest, await _body(request, BEGIN_BODY_BYTES))
     return _json(await _whole(_updates(request).begin(body)))
 
 
@@ -168,14 +170,14 @@ async def update_status(
 @router.post("/updates/{update_id}/renew")
 async def renew(request: Request, update_id: UpdateId) -> Response:
     """Extend the lease from now."""
-    body = _parse(RenewRequest, await _body(request) or b"{}")
+    body = _parse(RenewRequest, await _body(request, SMALL_BODY_BYTES) or b"{}")
     return JSONResponse(await _updates(request).renew(update_id, body.lease_s) | {"update_id": update_id})
 
 
 @router.post("/updates/{update_id}/commit")
 async def commit(request: Request, update_id: UpdateId) -> Response:
     """Start or join the install."""
-    body = _parse(CommitRequest, await _body(request) or b"{}")
+    body = _parse(CommitRequest, await _body(request, SMALL_BODY_BYTES) or b"{}")
     return _json(await _whole(_updates(request).commit(update_id, body)), 202)
 
 
@@ -223,8 +225,10 @@ def _forget(task: asyncio.Future[Any]) -> None:
         task.exception()
 
 
-async def _body(request: Request, cap: int = SMALL_BODY_BYTES) -> bytes:
-    data = bytearray()
+async def _body(request: Request, cap: int) -> bytes:
+    data, announced = bytearray(), request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > cap:
+        raise errors.InvalidRequest(f"the body has more than {cap} bytes")
     async for piece in request.stream():
         data += piece
         if len(data) > cap:
@@ -246,8 +250,7 @@ def _invalid(problems: Any) -> errors.InvalidRequest:
 
 
 def _refusal(error: errors.PushWeightsError) -> JSONResponse:
-    headers = {"WWW-Authenticate": "Bearer"} if error.http_status == 401 else None
-    return JSONResponse(json.loads(json.dumps(error.to_wire(), default=str)), error.http_status, headers)
+    return JSONResponse(json.loads(json.dumps(error.to_wire(), default=str)), error.http_status, headers_of(error))
 
 
 def _compressed(text: bytes, request: Request) -> Response:

@@ -2,6 +2,7 @@
 
     PushWeightsError
     ├── Unauthorized            the bearer token is missing or wrong
+    ├── TooManyRequests         too many requests without the token
     ├── InvalidRequest          a body, name or setting that is not understood
     ├── PlanRefused             weights are missing, extra, misshaped or wrongly typed
     ├── UnknownPlan             the worker does not hold the plan that the caller names: plan again
@@ -53,6 +54,12 @@ class Unauthorized(PushWeightsError):
     """The bearer token is missing or wrong."""
 
     code, http_status = "unauthorized", 401
+
+
+class TooManyRequests(PushWeightsError):
+    """Too many requests without the token from one address. ``details``: ``retry_after_s``."""
+
+    code, http_status = "too_many_requests", 429
 
 
 class InvalidRequest(PushWeightsError):

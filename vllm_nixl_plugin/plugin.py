@@ -16,6 +16,7 @@ from typing import Any
 logger = logging.getLogger("vllm.nixl_plugin")
 
 EXTENSION = "vllm_nixl_plugin.NixlWorkerExtension"
+GUARD = "vllm_nixl_plugin.guard.Guard"
 
 
 @cache
@@ -58,6 +59,7 @@ class EndpointPlugin:
             return
         settings.check_startup()
         check_extension(engine_client, args)
+        warn_of_open_routes(args)
         await api.start(state, Updates(Engine(engine_client)))
         logger.info("weight updates are served below %s", PREFIX)
 
@@ -75,6 +77,15 @@ def check_extension(engine_client: Any, args: Any) -> None:
     cls = getattr(import_module(module), name, None) if module else None
     if not callable(getattr(cls, RPC, None)):
         raise RuntimeError(f"weight updates need --worker-extension-cls {EXTENSION} (it is {given!r})")
+
+
+def warn_of_open_routes(args: Any) -> None:
+    """With its development routes, vLLM lets everybody call any method of the workers, ours too."""
+    if os.environ.get("VLLM_SERVER_DEV_MODE", "0") == "1" and GUARD not in (getattr(args, "middleware", None) or ()):
+        logger.warning(
+            "VLLM_SERVER_DEV_MODE=1 opens routes such as /collective_rpc to everybody who reaches this server, without "
+            "any token: add --middleware %s, or keep others away", GUARD,
+        )  # fmt: skip
 
 
 def _refuse_early() -> None:

@@ -24,6 +24,8 @@ MAX_DIMS = 16
 MAX_NAME = 1024
 MAX_WRITERS = 4096
 MAX_BODY_BYTES = 1 << 30
+MAX_MANIFEST_BYTES = 256 << 20
+MAX_WORKERS = 100_000
 
 Mode = Literal["shadow", "in_place"]
 PauseMode = Literal["keep", "wait", "abort"]
@@ -32,6 +34,7 @@ Home = Literal["live", "shadow", "source"]
 
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 NBytes = Annotated[int, Field(ge=0, lt=1 << 63)]
+Digest = Annotated[str, Field(max_length=64)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
@@ -45,7 +48,7 @@ class WeightSpec(Record):
     """One tensor as the trainer offers it: checkpoint name, global shape, torch dtype name (``"bfloat16"``)."""
 
     name: Name
-    shape: tuple[Annotated[int, Field(ge=0)], ...] = Field(max_length=MAX_DIMS)
+    shape: tuple[Annotated[int, Field(ge=0, lt=1 << 48)], ...] = Field(max_length=MAX_DIMS)
     dtype: Annotated[str, Field(pattern=r"^[a-z0-9_]{3,32}$")]
 
 
@@ -133,12 +136,12 @@ class Binding(Record):
 class BeginRequest(Record):
     """Open an update. ``plans``: the digest of the plan of each worker, by worker index."""
 
-    plans: tuple[str, ...] = Field(min_length=1, max_length=100_000)
+    plans: tuple[Digest, ...] = Field(min_length=1, max_length=MAX_WORKERS)
     version: Annotated[str, Field(min_length=1, max_length=256)]
     mode: Mode = "shadow"
     lease_s: Seconds = 60.0
     holder: Annotated[str, Field(max_length=256)] = ""
-    known_bindings: tuple[str, ...] = ()
+    known_bindings: tuple[Digest, ...] = Field(default=(), max_length=MAX_WORKERS)
     """Digests of bindings the caller still holds: a worker whose binding is among them does not send it again."""
     pause: PauseMode = "keep"
     """How generation stops in mode ``in_place``, which stops it here and not at the commit; within ``lease_s``."""

@@ -1,0 +1,170 @@
+"""What a push costs beside its bytes when nothing but the values has changed, by stage, on a CPU with a real server.
+
+    python benchmarks/repush.py tensors   # 40,000 tensors in 40,000 pieces of memory: many small experts
+    python benchmarks/repush.py sharded   # 2 ranks (FSDP2) with 620 DTensors each, to a server of tensor parallel 2
+
+``control`` is the whole push but for pack, wire and install. Each push is measured on an idle server; the table has
+the median of each stage. ``--profile`` prints where rank 0 spends the time of a push. Exits 1 above ``--goal``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import gc
+import pstats
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+
+import gpu_measure as measure
+from gpu_servers import server
+from gpu_trainer import Trainer
+from harness.server import TOKEN, close_launcher
+from trainer_client import WeightClient
+from trainer_client.report import STAGES
+
+PAYLOAD = ("pack", "wire", "install")
+
+
+def experts_config(folder: Path, layers: int, experts: int) -> Path:
+    """A MoE whose experts are as small as vLLM's kernels let them be."""
+    import transformers as tf
+
+    config = tf.Qwen3MoeConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=4, head_dim=32, max_position_embeddings=512, num_experts=experts,
+        num_experts_per_tok=2, tie_word_embeddings=False, architectures=["Qwen3MoeForCausalLM"], dtype="bfloat16",
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    measure._write_tokenizer(folder)
+    return folder
+
+
+def state_dict(config: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Checkpoint names, each with memory of its own."""
+
+    def make(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16) * 0.02
+
+    hidden, heads, width = config.hidden_size, config.num_attention_heads * config.head_dim, config.moe_intermediate_size
+    yield "model.embed_tokens.weight", make(config.vocab_size, hidden)
+    for number in range(config.num_hidden_layers):
+        layer = f"model.layers.{number}"
+        for name in ("q_proj", "k_proj", "v_proj"):
+            yield f"{layer}.self_attn.{name}.weight", make(heads, hidden)
+        yield f"{layer}.self_attn.o_proj.weight", make(hidden, heads)
+        for name in ("q_norm", "k_norm"):
+            yield f"{layer}.self_attn.{name}.weight", make(config.head_dim)
+        yield f"{layer}.mlp.gate.weight", make(config.num_experts, hidden)
+        for expert in range(config.num_experts):
+            for name in ("gate_proj", "up_proj"):
+                yield f"{layer}.mlp.experts.{expert}.{name}.weight", make(width, hidden)
+            yield f"{layer}.mlp.experts.{expert}.down_proj.weight", make(hidden, width)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            yield f"{layer}.{name}.weight", make(hidden)
+    yield "model.norm.weight", make(hidden)
+    yield "lm_head.weight", make(config.vocab_size, hidden)
+
+
+def table(title: str, pushes: list[dict[str, float]]) -> float:
+    """Print the medians; that of ``control`` in ms."""
+    for push in pushes:
+        push["control"] = push["total"] - sum(push.get(stage, 0.0) for stage in PAYLOAD)
+        push["not explained"] = push["total"] - sum(push.get(stage, 0.0) for stage in STAGES[:-1])
+    print(f"\n{title}: median of {len(pushes)} pushes, ms")
+    for stage in (*STAGES, "control", "not explained"):
+        values = sorted(push.get(stage, 0.0) * 1e3 for push in pushes)
+        print(f"  {stage:14} {statistics.median(values):9.2f}   (least {values[0]:.2f}, most {values[-1]:.2f})")
+    return statistics.median(push["control"] for push in pushes) * 1e3
+
+
+def tensors(args: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """One process with a state dict of many tensors."""
+    import transformers as tf
+
+    path = experts_config(folder / "experts", args.layers, args.experts)
+    state = dict(state_dict(tf.AutoConfig.from_pretrained(path)))
+    print(f"{len(state)} tensors, {sum(t.nbytes for t in state.values()) / 1e6:.0f} MB", flush=True)
+    found = {}
+    log = Path(args.log) if args.log else folder / "server.log"
+    with server(path, "--load-format", "dummy", device="cpu", eager=True, log=log) as made:
+        with WeightClient([made.url], token=TOKEN, progress=False) as client:
+            for mode in args.modes.split(","):
+                begin = time.monotonic()
+                first = client.push_weights(state, mode=mode)
+                print(f"\n{mode}: first push {time.monotonic() - begin:.1f} s\n{first}", flush=True)
+                pushes = []
+                profile = cProfile.Profile() if args.profile else None
+                for _ in range(args.repeat):
+                    gc.collect()
+                    if profile is not None:
+                        profile.enable()
+                    pushes.append(dict(client.push_weights(state, mode=mode).servers[0].seconds))
+                    if profile is not None:
+                        profile.disable()
+                found[mode] = table(f"{len(state)} tensors, {mode}", pushes)
+                if profile is not None:
+                    pstats.Stats(profile).sort_stats("cumulative").print_stats(45)
+    return found
+
+
+def sharded(args: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """Two ranks, each in a process of its own."""
+    path = measure.write_config(folder / "dense", args.dense_layers, tiny=True)
+    found = {}
+    log = Path(args.log) if args.log else folder / "server.log"
+    made = server(path, "--load-format", "dummy", device="cpu", eager=True, log=log, tensor_parallel=args.tp)
+    with made, Trainer(["cpu"] * 2, folder / "trainer.log") as trainer:
+        trainer.wait()
+        held = trainer.all("random", config=str(path))
+        print(f"{held[0]['whole_nbytes'] / 1e6:.0f} MB", flush=True)
+        for mode in args.modes.split(","):
+            done = trainer.all("push", servers=[made.url], mode=mode, times=args.repeat + 1)[0]
+            print(f"\n{mode}: first push {done[0]['end'] - done[0]['begin']:.1f} s", flush=True)
+            pushes = []
+            for push in done[1:]:
+                pushes.append(dict(push["servers"][0]["seconds"]))
+                pushes[-1]["total"] = push["end"] - push["begin"]
+            found[mode] = table(f"2 ranks, {mode} (total: of the call)", pushes)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["tensors", "sharded"])
+    parser.add_argument("--layers", type=int, default=52)
+    parser.add_argument("--experts", type=int, default=256)
+    parser.add_argument("--dense-layers", type=int, default=56)
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--repeat", type=int, default=10)
+    parser.add_argument("--modes", default="in_place,shadow")
+    parser.add_argument("--goal", type=float, default=50.0, help="ms")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--log", help="of the server")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            found = {"tensors": tensors, "sharded": sharded}[args.what](args, Path(folder))
+        finally:
+            close_launcher()
+    fine = True
+    for mode, control in found.items():
+        fine &= control <= args.goal
+        print(f"goal  control overhead, {mode:9} {control:8.1f} ms  at most {args.goal:g}  "
+              f"{'met' if control <= args.goal else 'MISSED'}")  # fmt: skip
+    return 0 if fine else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

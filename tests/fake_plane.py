@@ -44,6 +44,8 @@ class FakePlane:
     def __init__(self, worker: int = 0) -> None:
         self.worker = worker
         self.log: list[str] = []
+        self.slices = 1
+        self.fenced: tuple[str, ...] = ()
         self.fail: dict[str, Exception] = {}
         self.inbox: list[tuple[str, bytes]] = []
         self.running: set[str] = set()
@@ -78,8 +80,11 @@ class FakePlane:
         got, self.inbox = self.inbox, []
         return got
 
-    def prepare_install(self, plan: WorkerPlan, mode: str) -> None:
+    def prepare_install(self, plan: WorkerPlan, mode: str, *, whole: bool) -> bool:
+        """``slices``: how many calls it takes, where not the whole is asked for."""
         self._call("prepare")
+        self.slices -= 1
+        return whole or self.slices <= 0
 
     def install(self, plan: WorkerPlan, mode: str) -> dict[str, float]:
         self.block.wait(20)

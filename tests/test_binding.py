@@ -44,7 +44,7 @@ def held(model: Any, **homes: str) -> Held:
     ]
     plan = WorkerPlan(weights=(), destinations=tuple(destinations), copies=())
     places = tuple(Place(model, (0, i), d, ()) for i, d in enumerate(destinations))
-    return Held(plan, False, (Part(model, plan, places, {}),))
+    return Held(plan, False, (Part(model, plan, places, {}, False),))
 
 
 def binder() -> Binder:

@@ -414,7 +414,29 @@ def test_each_notification_counts_once_and_foreign_ones_not_at_all(bench: Bench)
     bench.plane.land(update_id, "ab" * 32, nbytes=16, sequence=9)
     bench.plane.inbox.append(("t0", b"hello"))
     got = bench.session.prepare(update_id, 1)
-    assert got == {"arrived_nbytes": 48, "expected_nbytes": NBYTES, "foreign": 3, "mode": "shadow"}
+    assert got == {"arrived_nbytes": 48, "expected_nbytes": NBYTES, "foreign": 3, "mode": "shadow", "ready": False}
+
+
+@pytest.mark.parametrize("mode", ["shadow", "in_place"])
+def test_an_install_is_made_ready_in_slices_where_generation_goes_on(bench: Bench, mode: str) -> None:
+    bench.plane.slices = 3
+    update_id = bench.begin(mode)
+    claim = bench.claim(update_id)["claim"]
+    assert not bench.session.prepare(update_id, claim, whole=False)["ready"]
+    assert "prepare" not in bench.plane.log
+    bench.plane.land(update_id, bench.plan)
+    ready = [bench.session.prepare(update_id, claim, whole=False)["ready"] for _ in range(4)]
+    assert ready == ([False, False, True, True] if mode == "shadow" else [True] * 4)
+    assert bench.plane.log.count("prepare") == (3 if mode == "shadow" else 1)
+
+
+def test_who_takes_over_has_the_rest_made_ready_at_once(bench: Bench) -> None:
+    bench.plane.slices = 9
+    update_id = bench.begin()
+    bench.plane.land(update_id, bench.plan)
+    assert not bench.session.prepare(update_id, 1, whole=False)["ready"]
+    assert bench.session.prepare(update_id, 2, whole=True)["ready"]
+    assert bench.plane.log.count("prepare") == 2
 
 
 def test_more_bytes_than_planned_are_refused(bench: Bench) -> None:

@@ -22,8 +22,8 @@ rank 0 has heard of it.
 
 ``pack`` and ``wire`` overlap: ``pack`` is the time spent copying into send buffers, ``wire`` the time from the first
 post to the last completed write, less ``pack``. ``prepare`` waits for the last notifications and runs vLLM's processing
-beside the serving weights; no token is made while it does, so that requests stand still for prepare, pause, install and
-resume together.
+beside the serving weights, in slices, between which tokens are made; requests stand still for pause, install and resume
+together.
 """
 
 SERVER_STAGES = {"prepare": "wait_s", "pause": "pause_s", "install": "install_s", "resume": "resume_s"}

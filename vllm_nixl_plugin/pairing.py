@@ -64,11 +64,13 @@ class Pairing:
         """Errors: NeedsRestart naming the path that a captured graph has baked in."""
         self._holder(path, served, twin)
 
-    def unprocessed(self, path: str, served: nn.Module) -> None:
-        """A module whose weights are written where they are: what its forward has derived from them is dropped."""
+    def derived_late(self, path: str, served: nn.Module) -> None:
+        """What a forward of the module has derived from its weights since loading is dropped. Call it when no forward
+        can come any more."""
+        listed = {below for below, *_ in (*self.change.rebinds, *self.change.removals)}
         for name, slot in graph.owned(served):
             below = f"{path}.{name}" if path else name
-            if slot.kind in ("attr", "buffer") and self._appeared_later(below, slot.value):
+            if slot.kind in ("attr", "buffer") and below not in listed and self._appeared_later(below, slot.value):
                 if below in self.at_load:
                     self.change.rebinds.append((below, slot, None))
                 else:

@@ -1,6 +1,6 @@
 """A worker's weights, memory and NIXL agent under one roof: each method is one stage of the path.
 
-    make_plan      trace -> plan      (a thread of the worker; the twin's lock keeps it apart from an install)
+    make_plan      trace -> plan      (a thread of the worker; a lock keeps it apart from an install)
     bind           register           (begin)
     notifications  what has landed
     install        install            (the engine is paused)
@@ -66,6 +66,7 @@ class WorkerPlane:
         self.installer = Installer(worker, number, self.binder)
         self._held: OrderedDict[int, Held] = OrderedDict()
         self._lock = threading.RLock()
+        self._holds_twins = False
 
     # Identity
 
@@ -184,34 +185,51 @@ class WorkerPlane:
 
     # Install
 
-    def prepare_install(self, plan: WorkerPlan, mode: Mode) -> None:
-        """Run vLLM's processing on the twin and work out what an install will change. Nothing that serves is touched.
+    def prepare_install(self, plan: WorkerPlan, mode: Mode, *, whole: bool) -> bool:
+        """Run vLLM's processing on the twin and work out what an install will change: a slice of it, or all that is
+        left. Nothing that serves is touched. Returns whether the install is ready.
 
         Errors: NeedsRestart, InstallFailed; always ``untouched`` in shadow mode.
         """
-        with self._lock:
-            self.installer.prepare(self._of(plan), mode)
+        self._take_twins()
+        try:
+            return self.installer.prepare(self._of(plan), mode, whole=whole)
+        finally:
+            self._leave_twins()
+
+    def _take_twins(self) -> None:
+        """From the first slice to the end of the update the twins are not traced."""
+        if not self._holds_twins:
+            self._lock.acquire()
+            self._holds_twins = True
+
+    def _leave_twins(self) -> None:
+        if self._holds_twins and self.installer.preparation is None:
+            self._holds_twins = False
+            self._lock.release()
 
     def install(self, plan: WorkerPlan, mode: Mode) -> dict[str, float]:
         """Put the prepared weights in place; seconds by stage (those of `prepare_install` among them).
 
         Errors: those of `prepare_install`, and InstallFailed without ``untouched`` when a copy failed half-way.
         """
-        with self._lock:
-            held = self._of(plan)
-            try:
-                seconds = self.installer.install(held, mode)
-            except PushWeightsError as error:
-                self._torn |= set() if error.details.get("untouched") else held.labels
-                raise
-            self._torn -= held.labels
-            self._stale = plan.stale
-            if plan.stale:
-                logger.warning(
-                    "stale: %s: the update had no weights for the draft model, which keeps its own and may guess worse",
-                    ", ".join(plan.stale),
-                )
-            return seconds
+        self._take_twins()
+        held = self._of(plan)
+        try:
+            seconds = self.installer.install(held, mode)
+        except PushWeightsError as error:
+            self._torn |= set() if error.details.get("untouched") else held.labels
+            raise
+        finally:
+            self._leave_twins()
+        self._torn -= held.labels
+        self._stale = plan.stale
+        if plan.stale:
+            logger.warning(
+                "stale: %s: the update had no weights for the draft model, which keeps its own and may guess worse",
+                ", ".join(plan.stale),
+            )
+        return seconds
 
     def checkpoint(self) -> list[WeightSpec]:
         """Weights of the checkpoint that vLLM loaded the model from, in its order; none where there was none.
@@ -243,8 +261,8 @@ class WorkerPlane:
 
     def discard(self, plan: WorkerPlan, mode: Mode) -> None:
         """The update ended without an install."""
-        if self.installer.prepared is not None:
-            self.installer.release()
+        self.installer.release()
+        self._leave_twins()
 
     def may_write(self, writer: str) -> bool:
         """Whether a process of this host could go on writing to memory whose agent is destroyed: it runs, or stands."""

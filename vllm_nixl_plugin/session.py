@@ -209,9 +209,12 @@ class WorkerSession:
                 self._claimed(update_id, claim)
         return {}
 
-    def prepare(self, update_id: str, claim: int) -> dict[str, Any]:
+    def prepare(self, update_id: str, claim: int, whole: bool = True) -> dict[str, Any]:
         """Step ``waiting``, which implies that the update is drained: count what has landed, and once that is all of
         it, make the install ready. Changes nothing that serves; asked again, it counts again and prepares once.
+
+        Not ``whole``: a slice of that per call, so that the engine serves in between; ``ready`` after the last. All
+        workers have to be asked the same number of times, and ``whole`` where that is not known.
 
         Errors: StaleUpdate, IncarnationChanged, InvalidRequest when more arrived than the plan has, and those of
         `Plane.prepare_install`.
@@ -223,9 +226,9 @@ class WorkerSession:
                 update.step = "waiting"
         got = self._collect(update)
         if got["arrived_nbytes"] == got["expected_nbytes"] and not update.prepared and update.stages is None:
-            self.plane.prepare_install(update.plan, update.mode)
-            update.prepared = True
-        return got | {"mode": update.mode}
+            stands = self.torn or update.mode == "in_place"
+            update.prepared = self.plane.prepare_install(update.plan, update.mode, whole=whole or stands)
+        return got | {"mode": update.mode, "ready": update.prepared or update.stages is not None}
 
     def record_step(self, update_id: str, claim: int, step: str, held: bool | None = None) -> dict[str, Any]:
         """Judge: note what is about to happen. ``resuming`` implies that the new weights serve.

@@ -26,8 +26,9 @@ class Plane(Protocol):
     def notifications(self) -> list[tuple[str, bytes]]:
         """Agent name and message of every notification since the last call."""
 
-    def prepare_install(self, plan: WorkerPlan, mode: Mode) -> None:
-        """All bytes are there: make the install ready, changing nothing that serves. Errors: those of `install`."""
+    def prepare_install(self, plan: WorkerPlan, mode: Mode, *, whole: bool) -> bool:
+        """All bytes are there: make the install ready, changing nothing that serves; a slice of that, if not ``whole``.
+        Returns whether it is ready. Errors: those of `install`."""
 
     def install(self, plan: WorkerPlan, mode: Mode) -> dict[str, float]:
         """Put the weights in place, the engine being paused; seconds by stage. Errors: InstallFailed, NeedsRestart,

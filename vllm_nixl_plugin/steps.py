@@ -109,7 +109,7 @@ class Steps:
         deadline = time.monotonic() + request.timeout_s
         try:
             with _timed(timings, "wait_s"):
-                judge, paused = await self._prepare(deadline)
+                judge, paused = await self._prepare(deadline, whole=step is not None)
             with _timed(timings, "pause_s"):
                 await self._pause(step, request, deadline, judge, paused)
         except errors.StaleUpdate:
@@ -119,14 +119,21 @@ class Steps:
             return False
         return True
 
-    async def _prepare(self, deadline: float) -> tuple[dict[str, Any], bool | None]:
-        """All workers have all bytes and are ready to install: the judge's answer, and whether generation is paused."""
+    async def _prepare(self, deadline: float, *, whole: bool) -> tuple[dict[str, Any], bool | None]:
+        """All workers have all bytes and are ready to install: the judge's answer, and whether generation is paused.
+
+        They get ready in slices; ``whole`` in one piece, since who takes over does not know who has done how many.
+        """
         wait_s = FIRST_POLL_S
         while True:
-            answers, paused = await self._engine.call_all_and_is_paused("prepare", self._mine)
+            answers, paused = await self._engine.call_all_and_is_paused("prepare", self._mine | {"whole": whole})
             short = [a for a in answers if a["result"]["arrived_nbytes"] != a["result"]["expected_nbytes"]]
             if not short:
-                return answers[0], paused
+                if all(a["result"]["ready"] for a in answers):
+                    return answers[0], paused
+                if time.monotonic() >= deadline:
+                    raise errors.DeadlineExceeded("the install was not made ready in time: the update is undone")
+                continue
             if time.monotonic() >= deadline:
                 worker, got = short[0]["worker"], short[0]["result"]
                 found = f"{got['arrived_nbytes']} of {got['expected_nbytes']} bytes"

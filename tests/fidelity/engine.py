@@ -127,6 +127,7 @@ def _real(worker: Any) -> Any:
 
 def _push(worker: Any, target: str, mode: str) -> dict[str, Any]:
     from harness.checkpoints import read_weights
+    from vllm_nixl_plugin import preparation
     from vllm_nixl_plugin.encoding import decode_plan, encode_plan
     from vllm_nixl_plugin.plane import create_plane
     from vllm_nixl_plugin.wire import Manifest, WeightSpec
@@ -136,6 +137,7 @@ def _push(worker: Any, target: str, mode: str) -> dict[str, Any]:
     if plane is None:
         plane = worker.fidelity_plane = create_plane(worker)
         plane.binder.agent = _NoFabric()
+        preparation.SLICE_NBYTES = 1
     weights = read_weights(Path(target))
     begin = time.perf_counter()
     manifest = Manifest(
@@ -151,8 +153,9 @@ def _push(worker: Any, target: str, mode: str) -> dict[str, Any]:
     binding = plane.bind(plan, mode)
     _write(plan, binding, weights)
     begin = time.perf_counter()
-    plane.prepare_install(plan, mode)
-    [(_, change)] = plane.installer.prepared.changes
+    while not plane.prepare_install(plan, mode, whole=False):  # a module at a time
+        pass
+    [(_, change)] = plane.installer.preparation.changes
     counts = {"pours": len(change.pours), "rebinds": len(change.rebinds), "removals": len(change.removals)}
     counts["rebound"] = [path for path, _, _ in change.rebinds]
     plane.install(plan, mode)

@@ -1,0 +1,198 @@
+"""Make an install ready, a unit of work at a time, while the engine serves (the stage: install).
+
+    fill      each module that is to be processed gets what has arrived
+    process   vLLM's own processing on it, as at a first load
+    compare   `pairing` lists what has to change in the module that serves
+
+Nothing that serves is touched. The work needs the process's default dtype and vLLM's current configuration, which
+belong to all threads, so it is done in the worker's main thread: in slices, between which the engine makes tokens.
+A slice is a number of units that is the same on all ranks, since some processing talks to the others. Called by
+`install`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm_nixl_plugin import graph
+from vllm_nixl_plugin.binding import Binder
+from vllm_nixl_plugin.composition import Held, Part
+from vllm_nixl_plugin.loaded import LoadedModel
+from vllm_nixl_plugin.memory import Arena
+from vllm_nixl_plugin.pairing import Change, Pairing
+from vllm_nixl_plugin.planning import dtype_of
+from vllm_nixl_plugin.twin import engine_context
+from vllm_nixl_plugin.wire import Mode
+
+SLICE_NBYTES = 64 << 20
+_MOST_UNITS = 64
+_END = object()
+
+
+@dataclass(slots=True)
+class Live:
+    """Tensors that serve and their shadows, for live homes whose modules are not processed."""
+
+    served: list[torch.Tensor] = field(default_factory=list)
+    shadows: list[torch.Tensor] = field(default_factory=list)
+
+
+class Preparation:
+    """What an install of one plan will carry out, once all `units` are done. ``changes``: of each model."""
+
+    def __init__(self, worker: Any, binder: Binder, held: Held, mode: Mode) -> None:
+        self.held = held
+        self.mode = mode
+        self.changes: list[tuple[LoadedModel, Change]] = []
+        self.live = Live()
+        self.seconds: dict[str, float] = {}
+        self.done = False
+        self._worker = worker
+        self._binder = binder
+        self._filled: list[LoadedModel] = []
+        self._compared: list[tuple[Pairing, dict[str, nn.Module]]] = []
+        self._paths = [part.processed for part in held.parts]
+        self._units = self._all()
+        self._per_slice = self._slice()
+
+    def advance(self, *, whole: bool) -> bool:
+        """Do a slice, or all that is left. Returns whether that was the last.
+
+        Errors: NeedsRestart, and whatever vLLM raises.
+        """
+        for count, _ in enumerate(self._units, 1):
+            if count >= self._per_slice and not whole:
+                return False
+        self.done = True
+        return True
+
+    def note_late(self) -> None:
+        """What forwards have derived from the weights that are about to go, up to now, is to be dropped."""
+        for pairing, modules in self._compared:
+            for path, module in modules.items():
+                pairing.derived_late(path, module)
+
+    def release(self) -> None:
+        """The twins go back to their state at creation."""
+        self._units.close()
+        while self._filled:
+            self._filled.pop().twin.restore()
+
+    def _slice(self) -> int:
+        """Units in a slice, from numbers that all ranks have in common. Ranks differ in the bytes of their modules."""
+        modules = sum(len(paths) for paths in self._paths)
+        nbytes: int = sum(math.prod(w.shape) * dtype_of(w.dtype).itemsize for w in self.held.plan.weights)
+        ranks: int = self._worker.vllm_config.parallel_config.world_size
+        per_module = max(nbytes // max(modules, 1) // ranks, 1)
+        return min(max(SLICE_NBYTES // per_module, 1), _MOST_UNITS)
+
+    def _all(self) -> Generator[None, None, None]:
+        for part, paths in zip(self.held.parts, self._paths, strict=True):
+            yield from self._part(part, paths)
+
+    def _part(self, part: Part, paths: set[str]) -> Iterator[None]:
+        record = part.model.record
+        captured = self._binder.device().type == "cuda" and not self._worker.vllm_config.model_config.enforce_eager
+        engines = set() if captured else graph.memory_held(getattr(self._worker, "model_runner", None))
+        pairing = Pairing(record.state, captured=captured, engines=engines)
+        self.changes.append((part.model, pairing.change))
+        written = {n.rpartition(".")[0] for d in part.plan.destinations for n in d.names if d.home != "source"}
+        served = record.served()
+        if paths:
+            yield from self._timed("process", self._fill(part, paths))
+            yield from self._timed("process", self._process(part, paths))
+        yield from self._timed("compare", self._compare(part, pairing, paths))
+        if not captured:
+            self._compared.append((pairing, {path: served[path] for path in (written | paths) & set(served)}))
+        if self.mode == "shadow":
+            for place in part.places:
+                if place.live and not any(n.rpartition(".")[0] in paths for n in place.destination.names):
+                    self.live.served.append(part.model.live_storage(place.destination))
+                    self.live.shadows.append(self._arena[place.key])
+
+    def _timed(self, stage: str, units: Iterator[None]) -> Iterator[None]:
+        """The same units; their seconds, without what lies between slices, are added to a stage."""
+        while True:
+            start = time.perf_counter()
+            unit = next(units, _END)
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+            if unit is _END:
+                return
+            yield
+
+    def _fill(self, part: Part, paths: set[str]) -> Iterator[None]:
+        """All of it before any processing: a module may read its neighbours."""
+        twin = part.model.twin
+        self._filled.append(part.model)
+        twin.restore()
+        filled: set[int] = set()
+        keys = twin.storage_keys()
+        places = {place.key: place for place in part.places}
+        served = part.model.record.served()
+        for path in sorted(paths):
+            contents: dict[int, torch.Tensor] = {}
+            for name, tensor in graph.tensors(twin.modules[path]):
+                storage = keys.get(id(tensor))
+                if storage is None or storage in filled:
+                    continue
+                filled.add(storage)
+                info, key = twin.storages[storage], (part.model.number, storage)
+                place = places.get(key)
+                if place is not None and (self.mode == "shadow" or not place.live):
+                    contents[storage] = self._arena[key].to(info.device, copy=True)
+                elif place is not None:
+                    contents[storage] = part.model.live_storage(place.destination).clone()
+                elif self.held.partial and self._binder.remainder.is_whole(key):
+                    contents[storage] = self._arena[key].to(info.device, copy=True)
+                elif path in served and (
+                    info.value is None or (self.held.partial and part.model.is_live(info.names))
+                ):
+                    today = dict(graph.tensors(served[path])).get(name)
+                    if today is not None and today.untyped_storage().nbytes() == info.nbytes:
+                        contents[storage] = graph.raw_bytes(today).clone()
+                    else:
+                        contents[storage] = torch.empty(info.nbytes, dtype=torch.uint8, device=info.device)
+                elif isinstance(info.value, int | float):
+                    contents[storage] = twin.made_anew(storage)
+            twin.fill_more(contents)
+            yield
+        for number, rest in self._binder.remainder.needed(part) if self.held.partial else ():
+            if isinstance(rest, int) and rest not in filled:
+                twin.fill_more({rest: self._arena[number, rest].to(twin.storages[rest].device, copy=True)})
+                yield
+
+    def _process(self, part: Part, paths: set[str]) -> Iterator[None]:
+        twin, config = part.model.twin, part.model.record.model_config
+        if part.plan.fallback:
+            specs = {w.name: w for w in part.plan.weights}
+            weights = []
+            for name in part.plan.fallback:
+                raw = self._arena[part.model.number, name].cpu()
+                weights.append((name, raw.view(dtype_of(specs[name].dtype)).view(specs[name].shape)))
+            with engine_context(twin.config, config):
+                twin.load_weights(weights)
+            yield
+        steps = twin.processing(paths)
+        while True:
+            with engine_context(twin.config, config):
+                if next(steps, _END) is _END:
+                    return
+            yield
+
+    def _compare(self, part: Part, pairing: Pairing, paths: set[str]) -> Iterator[None]:
+        served = part.model.record.served()
+        for path in sorted(paths & set(served)):
+            pairing.module(path, served[path], part.model.twin.modules[path])
+            yield
+
+    @property
+    def _arena(self) -> Arena:
+        assert self._binder.arena is not None
+        return self._binder.arena

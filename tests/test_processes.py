@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -27,7 +28,7 @@ def test_a_process_runs_until_it_is_dead_also_when_it_is_stopped_or_not_yet_reap
     assert is_running(name)
     child.kill()
     child.stdin.close()
-    assert child.stdout.read() == b""
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, and still there to be reaped
     assert not is_running(name)
     child.wait()
     assert not is_running(name)

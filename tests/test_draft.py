@@ -192,3 +192,16 @@ def test_a_torn_drafter_is_healed_by_its_own_weights_only(checkpoints: dict[str,
             client.push_weights(target)
         client.push_weights(both)
         equal(server, fresh)
+
+
+def test_a_partial_push_may_be_of_the_drafter_alone(checkpoints: dict[str, Path]):
+    a, b = (speculating(checkpoints["target-1"], "eagle", checkpoints[f"eagle-without-{seed}"]) for seed in (1, 2))
+    with servers(a, b) as (server, fresh), WeightClient([server.url], token=TOKEN) as client:
+        client.push_weights(drafted(read_weights(checkpoints["eagle-without-2"])), partial=True)
+        equal(server, fresh)
+        one = {"draft:fc.weight": read_weights(checkpoints["eagle-without-1"])["fc.weight"]}
+        before = fingerprint(server)
+        client.push_weights(one, partial=True)
+        after = fingerprint(server)
+        assert {path for path in after if after[path] != before.get(path)} <= {p for p in after if ".fc" in p}
+        assert after != before

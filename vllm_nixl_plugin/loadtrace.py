@@ -20,6 +20,7 @@ from vllm_nixl_plugin.dispatch import Watch
 from vllm_nixl_plugin.errors import PlanRefused
 from vllm_nixl_plugin.layout import identity
 from vllm_nixl_plugin.planning import TracedDestination, dtype_of
+from vllm_nixl_plugin.repeats import FEW, Repeats
 from vllm_nixl_plugin.tracing import Creation, NeedsData, Opaque, Piece, Source, Tracer
 from vllm_nixl_plugin.twin import Twin, config_context, engine_context
 from vllm_nixl_plugin.wire import WeightSpec
@@ -42,21 +43,23 @@ class _Offered:
     """The weights in the order in which a loader sees them; ``current`` is the one it took last, ``ended`` whether it
     has taken all."""
 
-    def __init__(self, tracer: Tracer, weights: Sequence[WeightSpec], without: set[str]) -> None:
+    def __init__(self, tracer: Tracer, weights: Sequence[WeightSpec], without: set[str], few: int) -> None:
         self._tracer, self._weights, self._without = tracer, weights, without
+        self.repeats = Repeats(weights, lambda name: name in without or tracer.is_read(name), few)
         self.current = ""
         self.ended = False
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for w in self._weights:
-            if w.name not in self._without:
+            if not self.repeats.skip(w.name) and w.name not in self._without:
                 self.current = w.name
                 yield w.name, self._tracer.source(w.name, w.shape, dtype_of(w.dtype))
         self.ended = True
 
 
-def trace_load(twin: Twin, weights: Sequence[WeightSpec], live: set[str]) -> LoadTrace:
-    """Trace the loader with the given weights. ``live``: paths of tensors that are proven live.
+def trace_load(twin: Twin, weights: Sequence[WeightSpec], live: set[str], few: int = FEW) -> LoadTrace:
+    """Trace the loader with the given weights. ``live``: paths of tensors that are proven live; ``few``: up to so many
+    weights are all offered, of more only those that are used (`repeats`).
 
     Errors: PlanRefused naming the weights that the loader does not take.
     """
@@ -67,10 +70,12 @@ def trace_load(twin: Twin, weights: Sequence[WeightSpec], live: set[str]) -> Loa
     while True:
         made: dict[str, torch.Tensor] = {}
         tracer = Tracer()
-        offered = _Offered(tracer, weights, needs_data | set(rejected))
+        offered = _Offered(tracer, weights, needs_data | set(rejected), few)
         try:
             destinations = _once(twin, tracer, offered, live, tables)
-            break
+            if offered.repeats.hold(destinations):
+                break
+            few = len(weights)
         except _TableWritten as written:
             tables -= written.keys
         except NeedsData as need:
@@ -94,6 +99,10 @@ def trace_load(twin: Twin, weights: Sequence[WeightSpec], live: set[str]) -> Loa
         except PlanRefused:
             raise
         except Exception as error:
+            if offered.repeats.skipped:  # perhaps it wants all weights
+                traceback.clear_frames(error.__traceback__)
+                few = len(weights)
+                continue
             name = _blamed(error.__traceback__, tracer) or offered.current
             traceback.clear_frames(error.__traceback__)
             if not name or name in rejected or len(rejected) >= MAX_REJECTED:

@@ -125,12 +125,14 @@ class Records(dict[int, Record]):
     def __init__(self) -> None:
         super().__init__()
         self.sources: dict[int, tuple[str, torch.Tensor]] = {}
+        self.read: set[str] = set()
 
     def __contains__(self, sid: object) -> bool:
         return sid in self.sources or super().__contains__(sid)
 
     def __missing__(self, sid: int) -> Record:
         name, tensor = self.sources[sid]
+        self.read.add(name)
         shape, size = tuple(tensor.shape), tensor.element_size()
         strides = contiguous_strides(shape, size)
         made = self[sid] = Record(tensor, [Piece(Source(name), Copy(shape, 0, strides, size, 0, strides, size))])

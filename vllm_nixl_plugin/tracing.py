@@ -166,6 +166,10 @@ class Tracer(TorchDispatchMode):
         raw = self._twins.get(_storage_id(tensor))
         return raw is not None and self._records[_storage_id(raw)].pieces != [raw.whole]  # type: ignore[attr-defined]
 
+    def is_read(self, name: str) -> bool:
+        """Whether anything but a view has been made of a source."""
+        return name in self._records.read
+
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is traced."""
         return _storage_id(tensor) in self._records or _storage_id(tensor) in self._twins

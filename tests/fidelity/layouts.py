@@ -116,6 +116,8 @@ def _view(path: Path, name: str, layout: Layout, rank: int, blob: Path) -> dict[
         ]
     )
     traced = trace_load(twin, manifest.weights, set()).destinations
+    if _plain(trace_load(twin, manifest.weights, set(), few=0).destinations) != _plain(traced):
+        raise AssertionError("a trace that leaves out what repeated blocks do not use gives other copies")
     planned = make_plan(manifest, traced, None, ())
     findings = SelfCheck(twin, "full").check(manifest.weights, traced, planned)
     if findings.demoted:
@@ -128,6 +130,14 @@ def _view(path: Path, name: str, layout: Layout, rank: int, blob: Path) -> dict[
         "nbytes": planned.plan.nbytes, "fallback": list(planned.plan.fallback), "weights": _nbytes(manifest.weights),
         "demoted": findings.as_dict()["demoted"],
     }  # fmt: skip
+
+
+def _plain(traced: Any) -> list[Any]:
+    """Destinations without the identity of constants."""
+    return [
+        (d.names, d.nbytes, [(p.copy, p.program, getattr(p.root, "name", type(p.root))) for p in d.pieces])
+        for d in traced
+    ]
 
 
 def _nbytes(weights: Any) -> int:

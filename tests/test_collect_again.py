@@ -220,6 +220,12 @@ def test_what_a_hook_or_a_class_of_its_own_puts_into_a_state_dict_is_asked_for_e
     assert [s.address for s in again.collect(patched).storages] == [averages[0].data_ptr()]
 
 
+def test_among_many_tensors_the_one_that_moved_is_found() -> None:
+    state = {str(i): torch.randn(2) for i in range(600)}
+    for name in ("0", "255", "256", "599"):
+        check(state, lambda s, name=name: s.update({name: torch.randn(2)}))  # type: ignore[misc]
+
+
 def test_another_module_of_the_same_form_is_another() -> None:
     again, one, two = Collector(), module(), module()
     first = again.collect(one)

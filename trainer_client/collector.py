@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 HARMLESS_HOOKS = ("torch.distributed.fsdp._fully_shard.", "torch.distributed.algorithms._checkpoint.")
 """Where hooks of state dicts come from that change names at most; others may put anything into a state dict."""
+AT_A_TIME = 256
 
 
 class Unusual(Exception):
@@ -82,20 +83,20 @@ def _seen(model: Any, sources: Sources) -> _Tree | _Names:
 
 
 class _Memory:
-    """The storages of `Sources`: they are held, but their memory may be freed or moved under them."""
+    """The storages of `Sources`: they are held, but somebody may free what they hold, and have others there.
+
+    That they have not moved is known by their tensors.
+    """
 
     def __init__(self, sources: Sources) -> None:
         self._owners = sources.owners
-        self._addresses, self._nbytes = self._now()
+        self._nbytes = [storage.nbytes for storage in sources.storages]
 
     def same(self) -> bool:
-        """Whether they lie where they lay."""
-        return self._now() == (self._addresses, self._nbytes)
-
-    def _now(self) -> tuple[list[int], list[int]]:
+        """Whether they still hold as much."""
         from torch import UntypedStorage
 
-        return list(map(UntypedStorage.data_ptr, self._owners)), list(map(UntypedStorage.nbytes, self._owners))
+        return all(map(eq, map(UntypedStorage.nbytes, self._owners), self._nbytes))
 
 
 class _Names:
@@ -238,12 +239,15 @@ def _comparison(kind: type) -> Callable[[list[Any]], Callable[[list[Any]], bool]
 
 
 def _plain(tensors: list[Tensor]) -> Callable[[list[Tensor]], bool]:
-    """Address, and all that a tensor is but its values: class, layout, device, dtype, shape, strides, lazy negation."""
+    """Address, and all that a tensor is but its values: class, layout, device, dtype, shape, strides, lazy negation.
+
+    Some at a time, so that the second look finds in the processor's cache what the first has fetched.
+    """
     from torch import Tensor
 
-    addresses = list(map(Tensor.data_ptr, tensors))
-    form = _form(tensors)
-    return lambda now: all(map(eq, map(Tensor.data_ptr, now), addresses)) and form(now)
+    parts = [slice(at, at + AT_A_TIME) for at in range(0, len(tensors), AT_A_TIME)]
+    seen = [(part, list(map(Tensor.data_ptr, tensors[part])), _form(tensors[part])) for part in parts]
+    return lambda now: all(form(now[part]) and list(map(Tensor.data_ptr, now[part])) == at for part, at, form in seen)
 
 
 def _form(tensors: list[Tensor]) -> Callable[[list[Tensor]], bool]:

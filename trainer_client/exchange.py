@@ -171,11 +171,11 @@ class Exchange:
                 looked = now
                 check()
                 if now > self._deadline + (0.0 if self.is_leader else LATER_S):
-                    raise self._too_late(keys)
+                    raise self._too_late()
             time.sleep(min(max((now - begin) / PATIENCE, SHORTEST_SLEEP_S), LONGEST_SLEEP_S))
 
-    def _too_late(self, keys: Sequence[str]) -> DeadlineExceeded:
-        absent = [r for r in range(self.size) if not self._board.has([self._key(f"beat/{r}")])]
+    def _too_late(self) -> DeadlineExceeded:
+        absent = self.missing("hello", range(self.size)) or [LEADER]
         return DeadlineExceeded(
             f"{told(absent)} of {self.size} did not call push_weights within timeout_s={self._timeout_s:g} s: call it "
             "on every rank, as often and in the same order; a rank that pushes alone gives "

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from harness import close_launcher
 from trainers.runner import HEAD, LAYOUTS, MODELS, run
+from trainers.world import World
 
 
 def main() -> int:
@@ -13,8 +14,8 @@ def main() -> int:
     print(HEAD, flush=True)
     bad = 0
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            for row in run(Path(folder), LAYOUTS, list(MODELS), (1, 2)):
+        with tempfile.TemporaryDirectory() as folder, World(2) as two, World(4) as four:
+            for row in run(Path(folder), [two, four], LAYOUTS, list(MODELS), (1, 2)):
                 print(row, flush=True)
                 bad += not row.good
     finally:

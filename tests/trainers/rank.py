@@ -135,6 +135,15 @@ def push_rows(checkpoint: str, servers: list[str], options: dict[str, Any], sign
     return client_of(servers, **options).push_weights(rows_of(load_file(checkpoint))).to_dict()
 
 
+def push_in_group(checkpoint: str, servers: list[str], ranks: list[int]) -> dict[str, Any] | None:
+    """The ranks of a process group push rows among themselves, through a client of their own; the others do nothing."""
+    group = dist.new_group(ranks)
+    if dist.get_rank() not in ranks:
+        return None
+    with WeightClient(servers, token=TOKEN, progress=False, group=group) as client:
+        return client.push_weights(rows_of(load_file(checkpoint), group)).to_dict()
+
+
 class Allocations(TorchDispatchMode):
     """Counts the bytes of tensors that are made while it is entered, in any number of threads; not of ``known``."""
 

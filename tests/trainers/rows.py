@@ -10,9 +10,9 @@ from torch import Tensor
 from trainer_client import LocalShard
 
 
-def rows_of(weights: dict[str, Tensor]) -> dict[str, Any]:
+def rows_of(weights: dict[str, Tensor], group: dist.ProcessGroup | None = None) -> dict[str, Any]:
     """What this rank pushes: boxes that it declares, uneven ones, in memory of their own."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
     found: dict[str, Any] = {}
     for name, weight in weights.items():
         if weight.dim() < 2:

@@ -8,8 +8,8 @@ another seed than the one before it, so that a push that does nothing is seen.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,21 +58,21 @@ HEAD = "model  server TP ranks  layout     result           sent       needed  m
 
 
 def run(
-    folder: Path, layouts: Mapping[int, Sequence[str]], models: Sequence[str], server_tps: Sequence[int]
+    folder: Path,
+    worlds: Sequence[World],
+    layouts: Mapping[int, Sequence[str]],
+    models: Sequence[str],
+    server_tps: Sequence[int],
 ) -> Iterator[Row]:
     """The rows of all cases. ``folder``: where checkpoints are written."""
-    with ExitStack() as stack:
-        worlds = {size: stack.enter_context(World(size)) for size in layouts}
-        for model in models:
-            name = MODELS[model]
-            checkpoints = {seed: write_checkpoint(folder / f"{name}-{seed}", name, seed) for seed in (1, *SEEDS)}
-            for server_tp in server_tps:
-                with Server(checkpoints[1], EngineOptions(tensor_parallel=server_tp)) as server:
-                    turn = 0
-                    for size, of_size in layouts.items():
-                        for layout in of_size:
-                            seed, turn = SEEDS[turn % len(SEEDS)], turn + 1
-                            yield _case(worlds[size], server, model, layout, seed, checkpoints[seed])
+    for model in models:
+        name = MODELS[model]
+        checkpoints = {seed: write_checkpoint(folder / f"{name}-{seed}", name, seed) for seed in (1, *SEEDS)}
+        for server_tp in server_tps:
+            with Server(checkpoints[1], EngineOptions(tensor_parallel=server_tp)) as server:
+                cases = [(world, layout) for world in worlds for layout in layouts[len(world.ranks)]]
+                for (world, layout), seed in zip(cases, itertools.cycle(SEEDS), strict=False):
+                    yield _case(world, server, model, layout, seed, checkpoints[seed])
 
 
 def _case(world: World, server: Server, model: str, layout: str, seed: int, expected: Path) -> Row:

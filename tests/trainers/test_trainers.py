@@ -26,12 +26,6 @@ LEASE_S, RANK_TIMEOUT_S = 2.0, 4.0
 OPTIONS = {"timeout_s": 60.0, "lease_s": LEASE_S, "rank_timeout_s": RANK_TIMEOUT_S}
 
 
-def test_layouts_of_two_ranks_reach_what_a_fresh_server_has(tmp_path: Path) -> None:
-    rows = list(run(tmp_path, {2: ("fsdp2", "tp", "ep")}, ["MoE"], (2,)))
-    print(HEAD, *rows, sep="\n")
-    assert all(row.good for row in rows)
-
-
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server on a wide Qwen3 of seed 1, and checkpoints of seeds 1 to 3."""
@@ -48,6 +42,12 @@ def trainer() -> Iterator[World]:
         yield world
 
 
+def test_layouts_of_two_ranks_reach_what_a_fresh_server_has(tmp_path: Path, trainer: World) -> None:
+    rows = list(run(tmp_path, [trainer], {2: ("fsdp2", "tp", "ep")}, ["MoE"], (2,)))
+    print(HEAD, *rows, sep="\n")
+    assert all(row.good for row in rows)
+
+
 def test_a_push_makes_its_send_buffers_and_nothing_else(served: Served, trainer: World) -> None:
     server, checkpoints = served
     arguments = {"layout": "fsdp2-fp32", "model": "qwen3-wide", "seed": 2, "servers": [server.url]}
@@ -58,6 +58,17 @@ def test_a_push_makes_its_send_buffers_and_nothing_else(served: Served, trainer:
             assert answer[push]["tensors"] <= 1.05 * answer["buffers"]
             assert answer[push]["process"] < answer["shards"]
     assert completions(server.url) == reference(checkpoints[2])
+
+
+def test_some_of_the_ranks_push_through_a_process_group_of_their_own(served: Served) -> None:
+    server, checkpoints = served
+    weights = str(checkpoints[3] / "model.safetensors")
+    with World(3) as world:
+        answers = world.all("push_in_group", checkpoint=weights, servers=[server.url], ranks=[1, 2])
+    assert answers[0] is None
+    assert answers[1] == answers[2]
+    assert len(answers[1]["ranks"]) == 2
+    assert completions(server.url) == reference(checkpoints[3])
 
 
 @pytest.mark.parametrize(("lost", "how"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (0, signal.SIGSTOP)])

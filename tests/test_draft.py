@@ -12,7 +12,7 @@ import torch
 
 from harness import TOKEN, Server, completions, servers
 from harness.checkpoints import read_weights
-from harness.drafters import random_like, write_eagle, write_mtp, write_target
+from harness.drafters import random_like, write_eagle, write_eagle3, write_mtp, write_target
 from trainer_client import PushFailed, WeightClient
 from vllm_nixl_plugin.errors import PlanRefused
 
@@ -76,12 +76,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         own = random_like(read_weights(out[f"target-{seed}"])["model.embed_tokens.weight"], seed + 40)
         out[f"eagle-{seed}"] = write_eagle(root / f"eagle-{seed}", seed + 20, own)
         out[f"eagle-without-{seed}"] = write_eagle(root / f"eagle-without-{seed}", seed + 20)
+        out[f"eagle3-{seed}"] = write_eagle3(root / f"eagle3-{seed}", seed + 50)
         out[f"mtp-{seed}"] = write_mtp(root / f"mtp-{seed}", seed + 30)
     return out
 
 
 @pytest.mark.parametrize(
-    ("method", "drafter"), [("draft_model", "small"), ("eagle", "eagle"), ("eagle", "eagle-without")]
+    ("method", "drafter"),
+    [("draft_model", "small"), ("eagle", "eagle"), ("eagle", "eagle-without"), ("eagle3", "eagle3")],
 )
 def test_target_and_drafter_are_pushed_together(checkpoints: dict[str, Path], method: str, drafter: str):
     a = speculating(checkpoints["target-1"], method, checkpoints[f"{drafter}-1"])

@@ -39,6 +39,30 @@ def write_eagle(path: Path, seed: int, embeddings: Tensor | None = None) -> Path
     return _write(path, weights, model.config.to_dict() | {"architectures": ["LlamaForCausalLM"]})
 
 
+def write_eagle3(path: Path, seed: int) -> Path:
+    """A head that drafts from three hidden states of the target (method eagle3), over a vocabulary of its own: it has a
+    head and a table of ids, and takes the target's embeddings."""
+    vocabulary = 128
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**_DENSE | {"num_hidden_layers": 1}))
+    width = model.config.hidden_size
+    weights = {
+        name.replace("model.layers.0.", "midlayer."): tensor
+        for name, tensor in model.state_dict().items()
+        if "model.layers.0." in name
+    }
+    for part in "qkv":
+        name = f"midlayer.self_attn.{part}_proj.weight"
+        weights[name] = torch.empty(weights[name].shape[0], 2 * width)
+    weights |= {f"{name}.weight": torch.empty(width) for name in ("midlayer.hidden_norm", "norm")}
+    weights |= {"fc.weight": torch.empty(width, 3 * width), "lm_head.weight": torch.empty(vocabulary, width)}
+    weights = _random(weights, seed)
+    ids = torch.randperm(model.config.vocab_size, generator=torch.Generator().manual_seed(seed))[:vocabulary]
+    weights["d2t"] = ids.sort().values - torch.arange(vocabulary)
+    extra = {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": vocabulary}
+    extra["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    return _write(path, weights, model.config.to_dict() | extra)
+
+
 def write_mtp(path: Path, seed: int) -> Path:
     """A DeepSeek-V3 of two layers, with a third one that predicts a token ahead (method mtp)."""
     model = tf.DeepseekV3ForCausalLM(tf.DeepseekV3Config(**_MTP))

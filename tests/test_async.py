@@ -129,7 +129,7 @@ def test_a_second_push_uses_the_memory_of_the_first_and_prepares_nothing(client,
     weights = model(1)
     client.push_weights_async(weights).wait()
     [agent] = servers.agents
-    requests, owners = len(server.requests), client._memory.sources.owners
+    requests, owners = len(server.requests), client._stockroom.memory.sources.owners
     agent.register = agent.prepare_write = None  # whoever calls it fails
     train(weights)
     before = copied(weights)
@@ -137,7 +137,7 @@ def test_a_second_push_uses_the_memory_of_the_first_and_prepares_nothing(client,
     train(weights)
     handle.wait()
     server.expect(before)
-    assert client._memory.sources.owners is owners
+    assert client._stockroom.memory.sources.owners is owners
     assert ("POST", "/plan") not in server.requests[requests:]
 
 
@@ -311,8 +311,8 @@ def test_a_snapshot_that_does_not_fit_on_the_gpu_lies_in_pinned_memory(client, s
         train(weights)
         handle.wait()
         server.expect(model(seed))
-    assert {storage.device for storage in client._memory.sources.storages} == {"cpu"}
-    assert all(torch.empty(0, dtype=torch.uint8).set_(o).is_pinned() for o in client._memory.sources.owners)
+    assert {storage.device for storage in client._stockroom.memory.sources.storages} == {"cpu"}
+    assert all(torch.empty(0, dtype=torch.uint8).set_(o).is_pinned() for o in client._stockroom.memory.sources.owners)
 
 
 @pytest.mark.server

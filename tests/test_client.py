@@ -76,7 +76,7 @@ def test_new_tensors_of_the_same_shapes_are_followed_to_their_new_addresses(clie
 def test_an_iterable_is_pushed_and_let_go_of(client, server) -> None:
     client.push_weights(iter(model(3).items()))
     server.expect(model(3))
-    assert client._memory is None
+    assert client._stockroom.memory is None
     client.push_weights(iter(model(4).items()))
     server.expect(model(4))
 

@@ -197,7 +197,7 @@ def test_one_dead_server_fails_for_all_ranks_alike_and_the_others_have_the_weigh
 
 def test_a_write_that_fails_on_one_rank_aborts_on_that_server_for_all(trainer, servers) -> None:
     trainer.push(rows(model(0)))
-    agent = trainer.clients[1]._fabric
+    agent = trainer.clients[1]._stockroom.fabric
     assert agent is not None
     prepare = agent.prepare_write
     refused = {worker.agent.name for worker in servers.all[0].workers}
@@ -234,7 +234,7 @@ def test_a_rank_that_falls_silent_ends_the_push_on_the_others(servers, monkeypat
     run = transfer.Transfer.run
 
     def stuck(self: transfer.Transfer, *arguments: object, **more: object) -> object:
-        if self._fabric is trainer.clients[2]._fabric:
+        if self._fabric is trainer.clients[2]._stockroom.fabric:
             over.wait(30)
         return run(self, *arguments, **more)
 

@@ -6,14 +6,13 @@
 It belongs to one training process and outlives its pushes: plans, routes, registered memory and prepared writes are
 kept while model and servers stay as they are, so that from the second push on only bytes move. In a trainer of several
 ranks each has a client and calls it as often as the others; rank 0 speaks with the servers, and all return the same.
-Each stage is described in the module of its name; `exchange` has what the ranks say to each other, `directory` who
-sends what, `delivery` (rank 0) and `team` (the others) what happens once per server, and `link` keeps what that
-prepares.
+Each stage is described in the module of its name; `meeting` has what the ranks settle together, `exchange` what they
+say to each other, `delivery` (rank 0) and `team` (the others) what happens once per server, and `stockroom` and `link`
+keep what that prepares.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
@@ -24,33 +23,29 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import partial as bind
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainer_client.asynchronous import Pushes, PushHandle, queued
 from trainer_client.batching import ALIGNMENT
 from trainer_client.block_fp8 import BlockFP8, choose
 from trainer_client.collector import Collector
 from trainer_client.control import Control, checkpoints
-from trainer_client.conversion import Conversion, Convert, checkpoint_converter, convert_shards
+from trainer_client.conversion import Conversion, Convert, checkpoint_converter
 from trainer_client.delivery import Options, Server, deliver, gather
-from trainer_client.directory import agree_on_tensors, pack_tensors, share_boxes, tensors_of
 from trainer_client.exchange import Exchange
 from trainer_client.group import RankGroup
-from trainer_client.link import Link, Offering, Stock
+from trainer_client.link import Link, Stock
+from trainer_client.meeting import Meeting, Offered, Request, check_options, meet, settle
 from trainer_client.progress import Progress
-from trainer_client.quantizing import Quantizer
-from trainer_client.registration import SourceMemory
 from trainer_client.report import PushReport
 from trainer_client.sources import Sources, unwrap
+from trainer_client.stockroom import Stockroom
 from trainer_client.team import Team, follow
-from trainer_client.transfer import apart
 from vllm_nixl_plugin.agent import NixlAgent
 from vllm_nixl_plugin.errors import InvalidRequest, PushFailed, PushWeightsError
 from vllm_nixl_plugin.fabric import Fabric
-from vllm_nixl_plugin.processes import this_process
 from vllm_nixl_plugin.wire import KvCachePolicy, Mode, PauseMode, ServerStatus
 
 if TYPE_CHECKING:
@@ -64,50 +59,6 @@ Require = Literal["all"] | int
 
 DIRECT_RUN_BYTES = 16 << 10
 """Shorter runs are packed: below this a copy into the send buffer costs less than one more descriptor on the wire."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """One call of `WeightClient.push_weights` on this rank: what is wanted, and what this rank has.
-
-    ``options`` have to be the same on all ranks. ``key`` says what conversion and routes depend on. ``error``: why the
-    call cannot be done; the others learn it when they meet. ``keep``: the tensors live on when the push is over.
-    ``ready`` returns when what was queued to make them is done. ``seconds``: what it took to collect and copy them.
-    """
-
-    options: Mapping[str, Any]
-    sources: Sources
-    convert: Convert | None = None
-    quantize: BlockFP8 | None = None
-    key: tuple[Any, ...] = ()
-    keep: bool = False
-    ready: Callable[[], None] | None = None
-    error: Exception | None = None
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class _Offered:
-    """What was last offered. ``layout``: number of the push in which all ranks settled it; ``tensors``: see there."""
-
-    key: tuple[Any, ...]
-    layout: int
-    tensors: bytes
-    offering: Offering
-    quantizer: Quantizer | None = None
-
-
-@dataclass(frozen=True)
-class _Meeting:
-    """What all ranks know once they have met.
-
-    ``holders``: see `agree_on_tensors`; None when the layout of no rank has changed. ``writers``: known to rank 0.
-    """
-
-    version: str
-    servers: tuple[str, ...]
-    holders: Mapping[str, int] | None
-    writers: tuple[str, ...] = ()
 
 
 class WeightClient:
@@ -167,7 +118,7 @@ class WeightClient:
         self._required = len(urls) if require == "all" else require
         self._show_progress = progress
         self._limits = {"direct_run_bytes": direct_run_bytes, "buffer_bytes": send_buffer_bytes}
-        self._make_fabric = fabric or bind(
+        make_fabric = fabric or bind(
             NixlAgent, backend=backend, interfaces=None if interfaces is None else tuple(interfaces)
         )
         token = token if token is not None else os.environ.get("PUSH_WEIGHTS_TOKEN", "").strip() or None
@@ -175,12 +126,11 @@ class WeightClient:
         self._links = {control.server: Link(control.server) for control in controls}
         self._servers = [Server(control, self._links[control.server]) for control in controls]
         self._identity = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._agents = itertools.count()
-        self._fabric: Fabric | None = None
+        names = (f"trainer-{self._identity}-{number}" for number in itertools.count())
+        self._stockroom = Stockroom(self._links, lambda: make_fabric(next(names)))
         self._given_group, self._group = group, group if isinstance(group, RankGroup) else None
         self._collector = Collector()
-        self._offered: _Offered | None = None
-        self._memory: SourceMemory | None = None
+        self._offered: Offered | None = None
         self._number: int | None = None
         self._pushes = Pushes()
         self._busy = threading.Lock()
@@ -278,7 +228,7 @@ class WeightClient:
         self._closed = True
         self._pushes.close(cancel=cancel)
         self._collector.forget()
-        self._drop_fabric()
+        self._stockroom.close()
         if self._group is not None:
             self._group.board.close()
         for server in self._servers:
@@ -312,7 +262,7 @@ class WeightClient:
         blocks = None if quantize is None else list(quantize.block)
         wanted = options | {"partial": partial, "convert": convert is not None, "quantize": blocks}
         try:
-            _check_options(options)
+            check_options(options)
             collected = self._collector.collect(model, copied=copy is not None)
             sources = collected if copy is None else copy(collected)
             own = None if convert is not None or not isinstance(model, nn.Module) else weakref.ref(unwrap(model))
@@ -329,7 +279,7 @@ class WeightClient:
         begin = time.monotonic()
         try:
             with Exchange(self._ranks(), timeout_s=self._timeout_s, rank_timeout_s=self._rank_timeout_s) as exchange:
-                meeting = self._meet(exchange, request)
+                meeting = meet(exchange, request, self._offered, tuple(self._links), self._next_version)
                 stock = self._stock(exchange, request, meeting)
                 if exchange.is_leader:
                     with progress:
@@ -338,82 +288,20 @@ class WeightClient:
                 else:
                     report, error = self._follow(exchange, meeting, stock, cancel)
         finally:
-            self._settle(keep=request.keep)
+            self._stockroom.settle(keep=request.keep)
         if error is not None:
             raise error
         return report
 
-    def _meet(self, exchange: Exchange, request: Request) -> _Meeting:
-        """Wait for all ranks, and find out whether they want the same and what has changed since the last push."""
-        if request.error is not None:
-            raise request.error
-        if request.ready is not None:
-            request.ready()
-        last = self._offered if self._offered is not None and self._offered.key == request.key else None
-        tensors = pack_tensors(tensors_of(request.sources.shards)) if last is None else last.tensors
-        exchange.post("hello", {
-            "options": dict(request.options), "layout": None if last is None else last.layout,
-            "tensors": hashlib.sha256(tensors).hexdigest(), "process": this_process(),
-        })  # fmt: skip
-        if not exchange.is_leader:
-            said = exchange.hear()
-            exchange.begun()
-            return _Meeting(said["version"], tuple(said["servers"]), said["holders"])
-        hellos = [json.loads(data) for data in exchange.gather("hello")]
-        exchange.begun()
-        _refuse_differences([hello["options"] for hello in hellos])
-        layouts = {hello["layout"] for hello in hellos}
-        holders: dict[str, int] = {}
-        for rank, hello in enumerate(hellos):
-            holders.setdefault(hello["tensors"], rank)
-        meeting = _Meeting(
-            request.options["version"] or self._next_version(), tuple(self._links),
-            holders if len(layouts) > 1 or None in layouts else None, tuple(hello["process"] for hello in hellos),
-        )  # fmt: skip
-        exchange.say({"version": meeting.version, "servers": meeting.servers, "holders": meeting.holders})
-        return meeting
-
-    def _stock(self, exchange: Exchange, request: Request, meeting: _Meeting) -> Stock:
+    def _stock(self, exchange: Exchange, request: Request, meeting: Meeting) -> Stock:
         """What this rank sends from: that of the last push where nothing has changed."""
-        sources, offered = request.sources, self._offered
+        offered = self._offered
         if offered is None or meeting.holders is not None:
-            self._release()
+            self._stockroom.release()
             self._offered = None
-            offered = self._offered = self._offer(exchange, request, meeting)
-        quantizer = offered.quantizer
-        with apart(sources.devices):
-            if self._memory is None or not self._memory.holds(sources):
-                self._release()
-                self._memory = SourceMemory(self._agent(), sources if quantizer is None else quantizer.bind(sources))
-            if quantizer is not None:
-                quantizer.measure(exchange)
-        return Stock(offered.offering, self._memory, self._agent())
-
-    def _offer(self, exchange: Exchange, request: Request, meeting: _Meeting) -> _Offered:
-        """Settle with all ranks what is offered and who sends what."""
-        sources = request.sources
-        packed = pack_tensors(tensors_of(sources.shards))
-        tensors = agree_on_tensors(exchange, meeting.holders or {}, packed)
-        if not tensors:
-            raise InvalidRequest("there is no tensor to push: the model, state dict or iterable is empty")
-        shards = share_boxes(exchange, tensors, sources.shards)
-        conversion = convert_shards(tensors, request.convert)
-        devices: Sequence[str] = [storage.device for storage in sources.storages]
-        quantizer: Quantizer | None = None
-        if request.quantize is not None:
-            chosen = self._choose(exchange, conversion, request.quantize)
-            quantizer = Quantizer(replace(sources, shards=shards), conversion, request.quantize, chosen, exchange)
-            shards, devices, conversion = quantizer.shards, quantizer.devices, quantizer.conversion
-        partial = bool(request.options["partial"])
-        offering = Offering(shards, devices, conversion, partial=partial, **self._limits)
-        if exchange.is_leader:
-            exchange.say({"offers": offering.digest})
-        elif exchange.hear()["offers"] != offering.digest:
-            raise InvalidRequest(
-                f"rank {exchange.rank} makes other checkpoint weights of the trainer's tensors than rank 0: give all "
-                "ranks the same kind of model and the same convert", ranks=[0, exchange.rank],
-            )  # fmt: skip
-        return _Offered(request.key, exchange.number, packed, offering, quantizer)
+            choosing = bind(self._choose, exchange)
+            offered = self._offered = settle(exchange, request, meeting, choosing, **self._limits)
+        return self._stockroom.stock(request.sources, offered, exchange)
 
     def _choose(self, exchange: Exchange, conversion: Conversion, quantize: BlockFP8) -> tuple[str, ...]:
         """The weights to quantize: rank 0 asks its servers and tells the others."""
@@ -428,7 +316,7 @@ class WeightClient:
         self,
         exchange: Exchange,
         request: Request,
-        meeting: _Meeting,
+        meeting: Meeting,
         stock: Stock,
         progress: Progress,
         cancel: threading.Event,
@@ -454,7 +342,7 @@ class WeightClient:
         return report, error
 
     def _follow(
-        self, exchange: Exchange, meeting: _Meeting, stock: Stock, cancel: threading.Event
+        self, exchange: Exchange, meeting: Meeting, stock: Stock, cancel: threading.Event
     ) -> tuple[PushReport, PushFailed | None]:
         """Every other rank: do as rank 0 says, until it says how the push ended."""
         links = [self._links.setdefault(server, Link(server)) for server in meeting.servers]
@@ -487,56 +375,6 @@ class WeightClient:
 
     def _progress(self) -> Progress:
         return Progress(tuple(self._links), enabled=self._show_progress if self._ranks().rank == 0 else False)
-
-    def _agent(self) -> Fabric:
-        """The agent of this process; a new one after `_drop_fabric`."""
-        if self._fabric is None:
-            self._fabric = self._make_fabric(f"trainer-{self._identity}-{next(self._agents)}")
-        return self._fabric
-
-    def _settle(self, *, keep: bool) -> None:
-        """After a push nothing moves any more. ``keep``: its tensors live on, so what was prepared on them is kept."""
-        if any(link.in_flight for link in self._links.values()):
-            self._drop_fabric()
-        elif not keep:
-            self._release()
-
-    def _release(self) -> None:
-        """Let go of the memory of the last push."""
-        for link in self._links.values():
-            link.release()
-        if self._memory is not None:
-            self._memory.release()
-            self._memory = None
-
-    def _drop_fabric(self) -> None:
-        """Destroy the agent: the only way to stop writes that are under way."""
-        if self._fabric is not None:
-            self._fabric.close()
-        self._fabric, self._memory = None, None
-        for link in self._links.values():
-            link.forget()
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    for name, kind in (("mode", Mode), ("kv_cache", KvCachePolicy), ("pause", PauseMode)):
-        if options[name] not in get_args(kind):
-            raise InvalidRequest(f"{name} is {options[name]!r}; expected one of {', '.join(get_args(kind))}")
-    version = options["version"]
-    if version is not None and not 0 < len(version) <= 256:
-        raise InvalidRequest(f"version is {version!r}; expected a string of 1 to 256 characters")
-
-
-def _refuse_differences(options: Sequence[Mapping[str, Any]]) -> None:
-    """Errors: InvalidRequest when a rank wants something else than rank 0."""
-    first = options[0]
-    for rank, other in enumerate(options):
-        for name in first:
-            if other[name] != first[name]:
-                raise InvalidRequest(
-                    f"rank {rank} calls push_weights with {name}={other[name]!r}, rank 0 with {name}={first[name]!r}: "
-                    "give all ranks the same", ranks=[0, rank],
-                )  # fmt: skip
 
 
 def _status(control: Control) -> ServerStatus | PushWeightsError:

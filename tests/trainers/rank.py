@@ -119,9 +119,9 @@ def push_in_memory(layout: str, model: str, seed: int, servers: list[str], send_
                     client.push_weights(what)
                 found.append({"tensors": allocations.peak_nbytes, "process": _resident("VmHWM") - held})
             (buffers,) = (link._buffers._held for link in client._links.values())
-            assert client._memory
+            assert client._stockroom.memory
             return {
-                "first": found[0], "again": found[1], "shards": client._memory.sources.nbytes,
+                "first": found[0], "again": found[1], "shards": client._stockroom.memory.sources.nbytes,
                 "buffers": sum(buffer.numel() for buffer, _ in buffers.values()),
             }  # fmt: skip
     finally:

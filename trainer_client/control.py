@@ -151,9 +151,12 @@ class Control:
         """Hold the update for another ``lease_s``. Errors: StaleUpdate."""
         self._request("POST", f"/updates/{update_id}/renew", json={"lease_s": lease_s})
 
-    def commit(self, update_id: str, request: CommitRequest) -> UpdateStatus:
-        """Start the install, or join the running one."""
-        answer = self._request("POST", f"/updates/{update_id}/commit", body=request.model_dump_json())
+    def commit(self, update_id: str, request: CommitRequest, wait_s: float = 0.0) -> UpdateStatus:
+        """Start the install, or join the running one; how it stands, at the latest after ``wait_s``."""
+        answer = self._request(
+            "POST", f"/updates/{update_id}/commit", body=request.model_dump_json(), params={"wait_s": wait_s},
+            wait_s=wait_s,
+        )  # fmt: skip
         return self._record(UpdateStatus, answer)
 
     def update(self, update_id: str, wait_s: float) -> UpdateStatus:

@@ -167,7 +167,8 @@ class _Push:
             self._check()
             asked = time.monotonic()
             commit = CommitRequest(kv_cache=self._options.kv_cache, pause=self._options.pause, timeout_s=self._left())
-            status = self._control.commit(opened.update_id, commit)
+            self._progress.stage(self._control.server, "install")
+            status = self._control.commit(opened.update_id, commit, min(self._left(), POLL_S))
         self._finish(status, asked)
 
     def _plan(self) -> tuple[str, Plans]:
@@ -254,7 +255,6 @@ class _Push:
 
     def _finish(self, status: UpdateStatus, asked: float) -> None:
         """Wait until the server has installed the update, or raise what kept it from it. ``asked``: when it was."""
-        self._progress.stage(self._control.server, "install")
         while status.state in ("open", "committing"):
             self._check()
             left = self._deadline + GRACE_S - time.monotonic()

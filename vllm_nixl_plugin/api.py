@@ -55,6 +55,21 @@ class RenewRequest(Record):
     lease_s: Seconds = 60.0
 
 
+def _takes(record: type[BaseModel]) -> dict[str, Any]:
+    """The body of a route for the OpenAPI schema: the routes read it themselves, once the token is checked."""
+    schema = record.model_json_schema()
+    inner = schema.pop("$defs", {})
+
+    def inlined(node: Any) -> Any:
+        if isinstance(node, dict):
+            if "$ref" in node:
+                return inlined(inner[node["$ref"].rpartition("/")[2]])
+            return {key: inlined(value) for key, value in node.items()}
+        return [inlined(each) for each in node] if isinstance(node, list) else node
+
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": inlined(schema)}}}}
+
+
 class Route(APIRoute):
     """Authorizes first, and translates errors last."""
 
@@ -120,7 +135,7 @@ async def plan_summary(request: Request, digest: Annotated[str | None, Query(max
     return JSONResponse({"workers": await publish.summaries(_updates(request).engine, digest)})
 
 
-@router.post("/plan")
+@router.post("/plan", openapi_extra=_takes(Manifest))
 async def plan(request: Request, timeout_s: Annotated[float, Query(gt=0, le=86_400)] = 600.0) -> Response:
     """Plan for the manifest in the body; the plans in binary, or a summary where JSON is asked for."""
     engine, kept = _updates(request).engine, _updates(request).plans
@@ -152,7 +167,7 @@ async def fingerprint(
     return await asyncio.to_thread(_compressed, found.model_dump_json().encode(), request)
 
 
-@router.post("/updates")
+@router.post("/updates", openapi_extra=_takes(BeginRequest))
 async def begin(request: Request) -> Response:
     """Open an update."""
     body = _parse(BeginRequest, await _body(request, BEGIN_BODY_BYTES))
@@ -167,18 +182,20 @@ async def update_status(
     return _json(await _updates(request).update_status(update_id, wait_s))
 
 
-@router.post("/updates/{update_id}/renew")
+@router.post("/updates/{update_id}/renew", openapi_extra=_takes(RenewRequest))
 async def renew(request: Request, update_id: UpdateId) -> Response:
     """Extend the lease from now."""
     body = _parse(RenewRequest, await _body(request, SMALL_BODY_BYTES) or b"{}")
     return JSONResponse(await _updates(request).renew(update_id, body.lease_s) | {"update_id": update_id})
 
 
-@router.post("/updates/{update_id}/commit")
-async def commit(request: Request, update_id: UpdateId) -> Response:
-    """Start or join the install."""
+@router.post("/updates/{update_id}/commit", openapi_extra=_takes(CommitRequest))
+async def commit(
+    request: Request, update_id: UpdateId, wait_s: Annotated[float, Query(ge=0, le=MAX_WAIT_S)] = 0.0
+) -> Response:
+    """Start or join the install; with ``wait_s``, answer once it is over or that time has passed."""
     body = _parse(CommitRequest, await _body(request, SMALL_BODY_BYTES) or b"{}")
-    return _json(await _whole(_updates(request).commit(update_id, body)), 202)
+    return _json(await _whole(_updates(request).commit(update_id, body, wait_s)), 202)
 
 
 @router.delete("/updates/{update_id}")

@@ -106,15 +106,15 @@ class Updates:
         """Errors: StaleUpdate."""
         return dict(await self.engine.ask_judge("renew", {"update_id": update_id, "lease_s": lease_s}))
 
-    async def commit(self, update_id: str, request: CommitRequest) -> UpdateStatus:
-        """Start the commit, or join it, or tell how it ended. Errors: StaleUpdate."""
+    async def commit(self, update_id: str, request: CommitRequest, wait_s: float = 0.0) -> UpdateStatus:
+        """Start the commit, or join it, or tell how it ended; waits for that up to ``wait_s``. Errors: StaleUpdate."""
         claimed = await self._claim(update_id, "commit", request.model_dump())
         ended = claimed.get("over", {}).get("state")
         if ended in ("aborted", "expired"):
             raise errors.StaleUpdate(f"update {update_id} is {ended}: begin again", update_id=update_id, state=ended)
         if "claim" in claimed:
             self._go_on(update_id, claimed)
-        return await self.update_status(update_id)
+        return await self.update_status(update_id, wait_s)
 
     async def abort(self, update_id: str, *, drained: bool) -> UpdateStatus:
         """End an update that is not being installed. ``drained``: all handles of the caller are done.

@@ -4,7 +4,7 @@ BIN := .venv/bin
 PYTEST_ARGS ?=
 export PIP_ARGS
 
-.PHONY: setup lint test test-fast fidelity trainers demo clean
+.PHONY: setup lint test test-fast fidelity trainers fuzz demo clean
 
 setup:  ## the CPU environment in .venv (nothing to do while its inputs are the same)
 	$(PYTHON) scripts/setup_cpu.py
@@ -30,6 +30,10 @@ endif
 
 trainers: setup  ## trainers of 2 and 4 ranks in every layout against dense and MoE servers; about 5 minutes
 	PYTHONPATH=tests $(BIN)/python -m trainers
+
+MINUTES ?= 5
+fuzz: setup  ## decoders, notifications, channel, worker, routes and a real server get what nobody would send; MINUTES=5
+	FUZZ_MINUTES=$(MINUTES) $(BIN)/python -m pytest tests/test_fuzz.py -q --timeout=0
 
 demo: setup
 	$(BIN)/python examples/demo.py

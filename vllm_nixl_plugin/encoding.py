@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import re
 import struct
 import zlib
+from collections.abc import Iterator
+from operator import mul
 from typing import Any
 
 from vllm_nixl_plugin.errors import InvalidRequest
 from vllm_nixl_plugin.layout import Copy
 from vllm_nixl_plugin.wire import (
-    MAX_BODY_BYTES,
     MAX_COPIES,
     MAX_DIMS,
+    MAX_HEAD_BYTES,
     PROTOCOL_VERSION,
     Landed,
     PlannedCopy,
@@ -25,6 +29,9 @@ from vllm_nixl_plugin.wire import (
     Step,
     WorkerPlan,
 )
+
+_UNREADABLE = (zlib.error, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+"""What foreign bytes make of JSON, zlib and pydantic."""
 
 _LANDED = struct.Struct("<4sB16sIQ8s")
 
@@ -44,6 +51,8 @@ def decode_landed(data: bytes) -> Landed:
     magic, version, update, sequence, nbytes, plan = _LANDED.unpack(data)
     if magic != b"NXLD" or version != PROTOCOL_VERSION:
         raise InvalidRequest(f"a notification of kind {magic!r} version {version}; expected {PROTOCOL_VERSION}")
+    if nbytes >= 1 << 63:
+        raise InvalidRequest("a notification of more bytes than there can be")
     return Landed(update_id=update.hex(), sequence=sequence, nbytes=nbytes, plan=plan.hex())
 
 
@@ -92,45 +101,65 @@ def decode_plan(data: bytes) -> WorkerPlan:
     start = _PLAN_HEAD.size + head_nbytes
     if n_copies > MAX_COPIES or start > len(data) or (len(data) - start) % 8:
         raise InvalidRequest(f"a plan of {n_copies} copies in {len(data)} bytes: over the cap, or cut short")
-    inflate = zlib.decompressobj()
     try:
-        text = inflate.decompress(data[_PLAN_HEAD.size : start], MAX_BODY_BYTES)
-        head = json.loads(text)
+        head = json.loads(_inflated(data[_PLAN_HEAD.size : start]))
         programs = [tuple(Step.model_validate(s) for s in program) for program in head.pop("programs")]
         shell = WorkerPlan.model_validate(head | {"copies": ()})
-    except (zlib.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidRequest(f"the head of a plan cannot be read: {error}") from None
-    n = struct.unpack_from(f"<{(len(data) - start) // 8}q", data, start)
-    copies: list[PlannedCopy] = []
+    except _UNREADABLE as error:
+        raise InvalidRequest(f"the head of a plan cannot be read: {type(error).__name__}") from None
+    numbers = struct.unpack_from(f"<{(len(data) - start) // 8}q", data, start)
+    copies = tuple(_copies(shell, programs, n_copies, numbers))
+    return shell.model_copy(update={"copies": copies})
+
+
+def _inflated(packed: bytes) -> bytes:
+    inflate = zlib.decompressobj()
+    text = inflate.decompress(packed, MAX_HEAD_BYTES)
+    if not inflate.eof or inflate.unused_data:
+        raise ValueError("cut short, over the cap, or with bytes behind")
+    return text
+
+
+def _copies(
+    shell: WorkerPlan, programs: list[tuple[Step, ...]], n_copies: int, numbers: tuple[int, ...]
+) -> Iterator[PlannedCopy]:
+    """Every copy reads inside its weight and writes inside its destination."""
+    sizes = [math.prod(weight.shape) * _itemsize(weight.dtype) for weight in shell.weights]
     at = 0
-    for _ in range(n_copies):
-        if at + _COPY_FIXED > len(n):
+    for number in range(n_copies):
+        if at + _COPY_FIXED > len(numbers):
             raise InvalidRequest("the copies of a plan are cut short")
-        weight, destination, program, src_size, dst_size, dims, src, dst = n[at : at + _COPY_FIXED]
+        weight, destination, program, src_size, dst_size, dims, src, dst = numbers[at : at + _COPY_FIXED]
         at += _COPY_FIXED
         if not (0 <= weight < len(shell.weights) and 0 <= destination < len(shell.destinations)
-                and 0 <= program < len(programs) and 0 <= dims <= MAX_DIMS and at + 3 * dims <= len(n)
+                and 0 <= program < len(programs) and 0 <= dims <= MAX_DIMS and at + 3 * dims <= len(numbers)
                 and 0 < src_size <= 16 and 0 < dst_size <= 16):
-            raise InvalidRequest(f"copy {len(copies)} of a plan names something that is not there")
-        shape, src_strides, dst_strides = (n[at + i * dims : at + (i + 1) * dims] for i in range(3))
+            raise InvalidRequest(f"copy {number} of a plan names something that is not there")
+        box = numbers[at : at + 3 * dims]
         at += 3 * dims
+        shape, src_strides = box[:dims], box[dims : 2 * dims]
+        dst_strides = box[2 * dims :]
+        if (dims and min(box) < 0) or src < 0 or dst < 0 or (
+            0 not in shape
+            and (_end(shape, src, src_strides, src_size) > sizes[weight]
+                 or _end(shape, dst, dst_strides, dst_size) > shell.destinations[destination].nbytes)
+        ):  # fmt: skip
+            raise InvalidRequest(f"copy {number} of a plan leaves weight {weight} or destination {destination}")
         geometry = Copy(shape, src, src_strides, src_size, dst, dst_strides, dst_size)
-        limit = shell.destinations[destination].nbytes
-        if min(geometry.shape, default=1) < 0 or not _inside(geometry, limit):
-            raise InvalidRequest(f"copy {len(copies)} of a plan leaves destination {destination} of {limit} bytes")
-        copies.append(PlannedCopy(weight=weight, destination=destination, copy_=geometry, program=programs[program]))
-    if at != len(n):
+        yield PlannedCopy(weight=weight, destination=destination, copy_=geometry, program=programs[program])
+    if at != len(numbers):
         raise InvalidRequest("a plan has bytes behind its last copy")
-    return shell.model_copy(update={"copies": tuple(copies)})
 
 
-def _inside(copy: Copy, nbytes: int) -> bool:
-    low = high = copy.dst_offset
-    for extent, stride in zip(copy.shape, copy.dst_strides, strict=True):
-        if stride < 0:
-            return False
-        high += max(extent - 1, 0) * stride
-    return low >= 0 and (not copy.numel or high + copy.dst_itemsize <= nbytes)
+def _end(shape: tuple[int, ...], offset: int, strides: tuple[int, ...], itemsize: int) -> int:
+    """Where the last byte of the elements ends."""
+    return offset + sum(map(mul, shape, strides)) - sum(strides) + itemsize
+
+
+def _itemsize(dtype: str) -> int:
+    """Bytes of an element, by the first number in its name: ``bfloat16``, ``float8_e4m3fn``, ``int64``, ``bool``."""
+    bits = re.search(r"\d+", dtype)
+    return max(int(bits.group()) // 8, 1) if bits else 1
 
 
 # Several plans in one answer: magic, version, length of a JSON head, the head, the plans one after another. The head
@@ -159,8 +188,8 @@ def decode_plans(data: bytes) -> tuple[tuple[PlannedWorker, ...], dict[str, Work
         head = json.loads(data[_PLANS_HEAD.size : at])
         workers = tuple(PlannedWorker.model_validate(w) for w in head["workers"])
         sizes = [(str(digest), int(nbytes)) for digest, nbytes in head["plans"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise InvalidRequest(f"the head of an answer with plans cannot be read: {error}") from None
+    except _UNREADABLE as error:
+        raise InvalidRequest(f"the head of an answer with plans cannot be read: {type(error).__name__}") from None
     plans: dict[str, WorkerPlan] = {}
     for digest, nbytes in sizes:
         blob = data[at : at + nbytes]

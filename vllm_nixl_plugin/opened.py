@@ -18,6 +18,7 @@ from vllm_nixl_plugin.wire import Landed, Mode, WorkerPlan
 logger = logging.getLogger("vllm.nixl_plugin")
 
 PAUSED_STEPS = ("pausing", "installing", "installed", "resuming", "undoing")
+MAX_WARNINGS = 10
 INSTALLING_STEPS = ("installing", "installed", "resuming")
 
 
@@ -58,7 +59,8 @@ class Update:
             message = None
         if message is None or message.update_id != self.id or not self.cached.digest.startswith(message.plan):
             self.foreign += 1
-            logger.warning("a notification of %s is not of update %s", agent, self.id)
+            if self.foreign <= MAX_WARNINGS:
+                logger.warning("a notification of %.200r is not of update %s", agent, self.id)
         elif (agent, message.sequence) not in self.landed:
             self.landed.add((agent, message.sequence))
             self.arrived_nbytes += message.nbytes

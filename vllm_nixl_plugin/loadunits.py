@@ -48,6 +48,10 @@ class LoadUnits:
             if isinstance(planned.keys[copy.destination], int):
                 self.copies.setdefault(copy.weight, []).append(copy)
         self._planned = planned
+        self._covered: dict[int, int] = {}
+        for copies in self.copies.values():
+            for copy in copies:
+                self._covered[self._key(copy)] = self._covered.get(self._key(copy), 0) + copy.copy_.dst_nbytes
         self._numbers = {key: i for i, key in enumerate(planned.keys) if isinstance(key, int)}
         self._rank = {key: i for i, key in enumerate(paths)}
         self.all = self._cut()
@@ -101,9 +105,9 @@ class LoadUnits:
             groups.join(("weight", weight), ("weight", weight))
         return [self._unit(nodes) for nodes in groups.lists()]
 
-    def rank(self, key: int) -> int:
-        """The place of a storage among all."""
-        return self._rank[key]
+    def covers(self, key: int, nbytes: int) -> bool:
+        """Whether copies of the plan write every byte of a storage (no two of them write the same)."""
+        return self._covered.get(key, 0) == nbytes
 
     def is_written(self, key: int) -> bool:
         """Whether the trace found anything that writes the storage."""

@@ -27,36 +27,32 @@ class Noise:
         """Give the pool's memory back."""
         self._pool = torch.empty(0, dtype=torch.uint8)
 
-    def bytes(self, nbytes: int, number: int) -> torch.Tensor:
-        """Random bytes, the same ones for one number. A view of the pool where that is long enough."""
-        pool = self._pool
-        start = number * 15485863 * 16 % max(16, pool.numel() - nbytes)
-        start -= start % 16
-        if start + nbytes <= pool.numel():
-            return pool[start : start + nbytes]
-        period = pool[: pool.numel() - 16 * 7]  # a length that no tensor is made of
-        return period.repeat(-(-(start + nbytes) // period.numel()))[start : start + nbytes]
+    def write(self, target: torch.Tensor, number: int, mask: int = -1) -> None:
+        """Random integers, the same ones for one number, anded with a mask, into a one-dimensional tensor."""
+        pool = self._pool[: self._pool.numel() - 16 * 7].view(target.dtype)  # a length that no tensor is made of
+        start = number * 15485863 % max(1, pool.numel() // 2)
+        done = 0
+        while done < target.numel():
+            part = pool[start : start + target.numel() - done]
+            torch.bitwise_and(part, mask, out=target[done : done + part.numel()])
+            done, start = done + part.numel(), 0
 
     def tensor(self, spec: WeightSpec, number: int, *, quiet: bool) -> torch.Tensor:
         """A contiguous tensor of its own: any integers, or zeros when ``quiet``; floats are finite."""
-        dtype = dtype_of(spec.dtype)
-        shape = tuple(spec.shape)
+        dtype, shape = dtype_of(spec.dtype), tuple(spec.shape)
         floating = dtype.is_floating_point or dtype.is_complex
         if quiet and not floating:
             return torch.zeros(shape, dtype=dtype)
         out = torch.empty(shape, dtype=dtype)
-        if not out.numel():
-            return out
         raw = out.view(-1).view(torch.uint8)
-        noise = self.bytes(raw.numel(), number)
         if dtype is torch.bool:
-            torch.bitwise_and(noise, 1, out=raw)
+            self.write(raw, number, 1)
         elif floating:
             # Without the highest bit of the exponent a float is finite and below 2.
-            part = dtype.itemsize // (2 if dtype.is_complex else 1)
+            size = dtype.itemsize // (2 if dtype.is_complex else 1)
             words, mask = {1: (torch.uint8, 0xBF), 2: (torch.int16, -0x4001), 4: (torch.int32, -0x40000001),
-                           8: (torch.int64, -0x4000000000000001)}[part]  # fmt: skip
-            torch.bitwise_and(noise.view(words), mask, out=raw.view(words))
+                           8: (torch.int64, -0x4000000000000001)}[size]  # fmt: skip
+            self.write(raw.view(words), number, mask)
         else:
-            raw.copy_(noise)
+            self.write(raw, number, 0xFF)
         return out

@@ -256,10 +256,10 @@ class _Comparison:
         owner, twin = self.owner, self.twin
         nbytes = sum(twin.storages[key].nbytes for key in unit.storages)
         device = owner.room_for(3 * nbytes)
-        real = {key: self._created(key, device) for key in unit.storages}
-        by_plan = {key: memory.clone() for key, memory in real.items()}
-        fallback = self._fallback | more
         whole = len(chosen) == len(unit.weights)
+        real = {key: self._created(key, device, whole=whole) for key in unit.storages}
+        by_plan = {key: self._created(key, device, whole=whole) for key in unit.storages}
+        fallback = self._fallback | more
         for key in unit.storages if whole else ():
             info = twin.storages[key]
             for of in self._fills.get(key, ()) if key not in demoted else ():
@@ -279,16 +279,18 @@ class _Comparison:
             by_plan = self._load(offered(fallback.__contains__, also_by_plan=False), by_plan, unit)
         return {key for key in unit.storages if not _same_bytes(real[key], by_plan[key])}
 
-    def _created(self, key: int, device: torch.device) -> torch.Tensor:
-        """What a storage holds at creation; random bytes where that is undefined."""
+    def _created(self, key: int, device: torch.device, *, whole: bool) -> torch.Tensor:
+        """What a storage holds at creation. Where that is undefined it is the same each time, or anything at all if
+        the plan writes every byte."""
         info = self.twin.storages[key]
         device = device if info.device.type == self.twin.device.type else info.device
         if isinstance(info.value, torch.Tensor):
             return info.value.to(device, copy=True)
-        if info.value is None:
-            return self.owner.noise.bytes(info.nbytes, self.units.rank(key)).to(device, copy=True)
         memory = torch.empty(info.nbytes, dtype=torch.uint8, device=device)
-        memory.view(info.dtype).fill_(info.value)
+        if info.value is not None:
+            memory.view(info.dtype).fill_(info.value)
+        elif not (whole and self.units.covers(key, info.nbytes)):
+            memory.fill_(0xA5)
         return memory
 
     def _carry_out(self, number: int, value: torch.Tensor, memory: Mapping[int, torch.Tensor]) -> None:
@@ -330,7 +332,13 @@ class _Comparison:
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.numel() == b.numel() and torch.equal(a, b.to(a.device))
+    if a.numel() != b.numel():
+        return False
+    b, wide = b.to(a.device), a.numel() // 8 * 8
+    if (int(a.storage_offset()) | int(b.storage_offset())) % 8:
+        return torch.equal(a, b)
+    same = torch.equal(a[:wide].view(torch.int64), b[:wide].view(torch.int64))
+    return same and torch.equal(a[wide:], b[wide:])
 
 
 def _unused(nbytes: int) -> torch.Tensor:

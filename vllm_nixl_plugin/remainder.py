@@ -48,13 +48,13 @@ class Remainder:
         """Read from the checkpoint what a partial plan needs and no shadow has. Errors: PlanRefused naming layers."""
         if not held.partial:
             return
+        found: dict[Key, torch.Tensor] = {}
         for part in held.parts:
-            lacking = self._lacking(part)
-            if lacking:
+            if lacking := self._lacking(part):
                 self._refuse(part, lacking)
-                found = _from_checkpoint(part.model, lacking)
-                with self._lock:
-                    self._loaded |= found
+                found |= _from_checkpoint(part.model, lacking)
+        with self._lock:
+            self._loaded = found
 
     def check(self, held: Held) -> list[tuple[Key, int]]:
         """Shadows beyond the plan that its install reads, and their bytes: room is to be made for them.
@@ -75,12 +75,15 @@ class Remainder:
 
     def fill(self, held: Held, arena: Arena) -> None:
         """Write what `load` has read into the shadows."""
+        if not held.partial:
+            return
         with self._lock:
-            for key in [key for key in self._loaded if held.partial and key in arena]:
-                raw = self._loaded.pop(key)
-                if key not in self._whole and key not in self._changed:
+            for key, raw in self._loaded.items():
+                if key in arena and key not in self._whole and key not in self._changed:
                     arena[key].copy_(raw)
                     self._whole.add(key)
+            _finish(self._loaded.values())
+            self._loaded = {}
 
     def needed(self, part: Part) -> set[Key]:
         """Shadows that have to be whole when a partial plan is installed: those it writes, and what is processed along.
@@ -90,7 +93,8 @@ class Remainder:
         model = part.model
         needed = {place.key for place in part.places if place.destination.home == "shadow"}
         loadable: set[Key] = {(model.number, d.key) for d in model.baseline()}
-        loadable |= {key for key in self._changed if key[0] == model.number}
+        with self._lock:
+            loadable |= {key for key in self._changed if key[0] == model.number}
         storages = {storage for path in part.processed for storage in model.within_reach(path)}
         for number, storage in loadable - needed:
             if storage in storages and not model.is_live(model.twin.storages[int(storage)].names):
@@ -103,17 +107,20 @@ class Remainder:
 
     def exposed(self, held: Held, mode: Mode) -> None:
         """From now on the update may write: into its shadows, and in mode ``in_place`` into what serves."""
-        for place in held.places:
-            self._whole.discard(place.key)
-            if mode == "in_place" and place.live:
-                self._changed.add(place.key)
+        with self._lock:
+            for place in held.places:
+                self._whole.discard(place.key)
+                if mode == "in_place" and place.live:
+                    self._changed.add(place.key)
 
     def installed(self, held: Held, mode: Mode) -> None:
         """What the shadows of the update hold serves now."""
-        for place in held.places:
-            self._changed.add(place.key)
-            if mode == "shadow" or not place.live:
-                self._whole.add(place.key)
+        with self._lock:
+            self._loaded = {}
+            for place in held.places:
+                self._changed.add(place.key)
+                if mode == "shadow" or not place.live:
+                    self._whole.add(place.key)
 
     def forget(self) -> None:
         """The shadows are gone."""
@@ -156,7 +163,14 @@ def _from_checkpoint(model: LoadedModel, keys: set[Key]) -> dict[Key, torch.Tens
             _keep(contents[destination.key], destination, tensors, record.digests)
     finally:
         twin.restore()
+    _finish(contents.values())
     return {(model.number, storage): raw for storage, raw in contents.items()}
+
+
+def _finish(memory: Iterable[torch.Tensor]) -> None:
+    """The streams of threads are apart: one ends what it does with this memory before another goes on with it."""
+    for device in {raw.device for raw in memory if raw.device.type == "cuda"}:
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _keep(

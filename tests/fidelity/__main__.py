@@ -46,14 +46,16 @@ def main() -> int:
 
 
 def show_layouts(options: argparse.Namespace) -> int:
-    from fidelity.layouts import ROWS, run
+    from fidelity.layouts import ONE, ROWS, run
 
-    chosen = [row for row in ROWS if row[0] in options.models] if options.models else ROWS
-    print(f"{'model':24}{'layout':14}{'model kB':>10}{'largest plan kB':>17}{'fallback':>10}{'s':>7}  result", flush=True)
+    known = {row[0] for row in ROWS}
+    chosen = [row for row in ROWS if not options.models or row[0] in options.models]
+    chosen += [(name, ONE) for name in options.models if name not in known]
+    print(f"{'model':24}{'layout':14}{'model kB':>10}{'largest kB':>12}{'fallback':>10}{'s':>7}  result", flush=True)
     rows = []
     for row in run(chosen):
         rows.append(row)
-        sizes = f"{row.weights / 1e3:10.0f}{row.largest / 1e3:17.0f}{len(row.fallback):10}"
+        sizes = f"{row.weights / 1e3:10.0f}{row.largest / 1e3:12.0f}{len(row.fallback):10}"
         unused = f" ({len(row.unused)} weights unused: {', '.join(row.unused[:3])})" if row.unused else ""
         print(f"{row.model:24}{row.layout:14}{sizes}{row.seconds:7.1f}  {row.result}{unused}", flush=True)
         failed = row.result.startswith("FAILED")

@@ -84,7 +84,7 @@ def _row(name: str, layout: Layout, folder: Path, timeout_s: float) -> Traced:
         unread = _unread(folder, layout)
         row.unused = sorted(unread.pop("", []))
         row.details = [f"{n}: {left} bytes are read by no rank" for n, left in unread.items()]
-        row.details += [f"rank {i}: demoted {d['names']}: {d['reason']}" for i, r in enumerate(ranks) for d in r["demoted"]]
+        row.details += [f"demoted {d['names']}: {d['reason']}" for d in row.demoted]
         row.result = "equal" if not row.details else "DIFFERENT"
     except ChildFailed as failure:
         row.result = f"FAILED: {stage}: {failure}"

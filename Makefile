@@ -21,11 +21,12 @@ test-fast: setup  ## no server, nothing slow
 	$(BIN)/python -m pytest -m "not server and not slow" $(PYTEST_ARGS)
 
 FIDELITY_ARGS ?=
-fidelity: setup  ## every architecture of tests/fidelity: eager, then samples compiled and on two workers; about 20 minutes
+fidelity: setup  ## every architecture of tests/fidelity: eager, samples compiled and on two workers, traces of other layouts; about 25 minutes
 	PYTHONPATH=tests $(BIN)/python -m fidelity $(FIDELITY_ARGS)
 ifeq ($(FIDELITY_ARGS),)
 	PYTHONPATH=tests $(BIN)/python -m fidelity --compiled
 	PYTHONPATH=tests $(BIN)/python -m fidelity --tp 2
+	PYTHONPATH=tests $(BIN)/python -m fidelity --layouts
 endif
 
 trainers: setup  ## trainers of 2 and 4 ranks in every layout against dense and MoE servers; about 5 minutes

@@ -15,9 +15,11 @@ from torch import nn
 
 from vllm_nixl_plugin.fingerprint import differences, fingerprint
 
-SAMPLE = ("gpt-oss", "gpt-oss-fp16", "phi", "gpt2", "llama-awq", "odd-looks", "odd-notes", "odd-caches")
+SAMPLE = ("gpt-oss", "gpt-oss-fp16", "phi", "gpt2", "llama-awq", "odd-looks", "odd-notes", "odd-caches",
+          "fooling-recognizes")
 """Biases held by plain objects; a cast made by the first forward; a parameter that the loader makes; transposed
-weights; packed integers; the fallback; what a loader leaves behind; what a forward keeps."""
+weights; packed integers; the fallback; what a loader leaves behind; what a forward keeps; a
+loader that fools the tracer."""
 
 
 @pytest.fixture(scope="module")

@@ -116,7 +116,7 @@ def test_nobody_pushes_while_a_stopped_in_place_trainer_may_still_write_to_what_
         for mode in ("shadow", "in_place"):
             with pytest.raises(PushFailed, match="lease_held") as refused:
                 client.push_weights(read_weights(c), mode=mode)
-            assert f"process {first.pid} " in str(refused.value)
+            assert f"PID {first.pid}" in str(refused.value)
             assert ask(server, "/ready").status_code == 503
     finally:
         go_on(first)

@@ -97,6 +97,19 @@ def test_other_blocks_than_those_of_the_server_are_refused(served):
         assert refused.type.__name__ == "InvalidRequest"
 
 
+def test_a_snapshot_is_quantized_while_training_goes_on(served):
+    name, server, fresh = served
+    model = random_model(name, 2)
+    with WeightClient([server.url], token=TOKEN, timeout_s=120, progress=False) as client:
+        client.push_weights(random_model(name, 3), quantize=BlockFP8())
+        push = client.push_weights_async(model, quantize=BlockFP8())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        push.wait()
+    assert readings(server) == readings(fresh)
+
+
 @pytest.mark.parametrize("layout", ["fsdp2", "tp", "declared"])
 def test_ranks_quantize_what_they_have_together(served, layout, world):
     """Also where they cut blocks between them, as ``declared`` does: the first of two ranks has 85 of 256 rows."""

@@ -51,6 +51,7 @@ def push(
     seed: int,
     servers: list[str],
     options: dict[str, Any] | None = None,
+    quantize: BlockFP8 | None = None,
 ) -> dict[str, Any]:
     """Push a layout; what was sent, what would have been fair, and how many collectives it took."""
     from trainers.layouts import build
@@ -58,7 +59,7 @@ def push(
     what = build(layout, model, seed)
     client = client_of(servers, **(options or {}))
     before = collectives()
-    report = client.push_weights(what)
+    report = client.push_weights(what, quantize=quantize)
     mine = next(rank for rank in report.ranks if rank.rank == dist.get_rank())
     return {
         "report": report.to_dict(), "table": str(report), "nbytes": mine.nbytes, "fair": fair_nbytes(client),
@@ -68,7 +69,7 @@ def push(
 
 def push_quantized(**arguments: Any) -> dict[str, Any]:
     """Push a layout as block FP8."""
-    return push(**arguments, push_options={"quantize": BlockFP8()})
+    return push(**arguments, quantize=BlockFP8())
 
 
 def collectives() -> int:

@@ -1,7 +1,7 @@
 """Dispatch modes that stand around vLLM's own code: what it touches, and where its large tensors are made.
 
-No vLLM and no other file of the plugin here. `model` and `loadtrace` watch with `Watch`, `selfcheck` with `Writes`;
-`twin` creates with `LargeOnMeta`.
+No vLLM and no other file of the plugin here. `model` watches with `Watch`, `loadtrace` and `selfcheck` with `Writes`;
+`twin` creates with `LargeOnMeta`, and loads under `DefaultDtype` where a thread of its own does it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
@@ -50,6 +51,26 @@ class Writes(TorchDispatchMode):
                     value = args[number] if number < len(args) else kwargs.get(argument.name)
                     self.written |= {int(t.untyped_storage()._cdata) for t in tensors_in([value])}
         return out
+
+
+class DefaultDtype(TorchFunctionMode):
+    """Makes new floating tensors as if the default dtype were another one: in this thread, while the process has its
+    own. (`torch.set_default_dtype` is for all threads, and the engine's goes on.)"""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        free = func in _NEW and kwargs.get("dtype") is None and kwargs.get("out") is None
+        if free and (func in _NEW_FLOATS or any(isinstance(a, float) for a in (*args, *kwargs.values()))):
+            kwargs = kwargs | {"dtype": self.dtype}
+        return func(*args, **kwargs)
+
+
+_NEW_FLOATS = {torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, torch.eye, torch.linspace, torch.logspace}
+_NEW = _NEW_FLOATS | {torch.full, torch.arange, torch.tensor, torch.scalar_tensor}
 
 
 def is_view(func: Any) -> bool:

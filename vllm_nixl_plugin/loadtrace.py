@@ -16,13 +16,13 @@ from types import TracebackType
 
 import torch
 
-from vllm_nixl_plugin.dispatch import Watch
+from vllm_nixl_plugin.dispatch import Writes
 from vllm_nixl_plugin.errors import PlanRefused
 from vllm_nixl_plugin.layout import identity
 from vllm_nixl_plugin.planning import TracedDestination, dtype_of
 from vllm_nixl_plugin.repeats import FEW, Repeats
 from vllm_nixl_plugin.tracing import Creation, NeedsData, Opaque, Piece, Source, Tracer
-from vllm_nixl_plugin.twin import Twin, config_context, engine_context
+from vllm_nixl_plugin.twin import Twin, config_context
 from vllm_nixl_plugin.wire import WeightSpec
 
 MAX_REJECTED = 20
@@ -160,7 +160,7 @@ def _once(
     paths: dict[int, list[str]] = {}
     for path, tensor in targets.items():
         paths.setdefault(keys[id(tensor)], []).append(path)
-    with config_context(twin.config), torch.no_grad(), twin.in_place_of(stand_ins):
+    with config_context(twin.config, twin.record.model_config), twin.in_place_of(stand_ins):
         before = _tree(twin)
         with tracer, _no_collection():
             twin.load_weights(offered)
@@ -231,27 +231,40 @@ def _same_form(old: torch.Tensor, new: torch.Tensor) -> bool:
 def _with_real_loads(
     twin: Twin, weights: Sequence[WeightSpec], names: set[str], traced: list[TracedDestination]
 ) -> list[TracedDestination]:
-    """Find which storages the real loader writes for weights that cannot be traced: load zeros and watch."""
+    """Find which storages the real loader writes for weights that cannot be traced: load zeros and watch.
+
+    A storage belongs to the weights that were loaded when it was written, and to those for which nothing was.
+    """
     targets, keys = twin.destination_tensors(), twin.storage_keys()
     known = {t.key: t for t in traced}
-    zeros = {k: torch.zeros(info.nbytes, dtype=torch.uint8, device=info.device) for k, info in twin.storages.items()}
-    watch = Watch()
-    twin.fill_tensors(zeros)
+    # On the CPU, where memory that nobody touches costs nothing. Small tables keep what they were made with.
+    large = {k: info.nbytes for k, info in twin.storages.items() if not isinstance(info.value, torch.Tensor)}
+    twin.fill_tensors({k: torch.zeros(nbytes, dtype=torch.uint8) for k, nbytes in large.items()})
+    writes, owners = Writes(), dict[int, set[str]]()
+
+    def offered() -> Iterator[tuple[str, torch.Tensor]]:
+        for w in weights:
+            if w.name in names:
+                yield w.name, torch.zeros(w.shape, dtype=dtype_of(w.dtype))
+                for sid in writes.written:
+                    owners.setdefault(sid, set()).add(w.name)
+                writes.written.clear()
+
     try:
-        with engine_context(twin.config, twin.record.model_config), watch:
-            watch.touched.clear()
-            twin.load_weights(
-                (w.name, torch.zeros(w.shape, dtype=dtype_of(w.dtype))) for w in weights if w.name in names
-            )
+        with config_context(twin.config, twin.record.model_config), writes:
+            twin.load_weights(offered())
+        for sid in writes.written:  # after the last weight
+            owners.setdefault(sid, set())
+        idle = names - {name for of in owners.values() for name in of}
+        paths: dict[int, list[str]] = {}
         for path, tensor in targets.items():
-            key = keys[id(tensor)]
-            if int(tensor.untyped_storage()._cdata) in watch.touched:
+            paths.setdefault(keys[id(tensor)], []).append(path)
+        for key, of in {keys[id(t)]: owners.get(int(t.untyped_storage()._cdata)) for t in targets.values()}.items():
+            if of is not None:
                 old = known.get(key)
-                info = twin.storages[key]
-                paths = old.names if old else tuple(p for p, t in targets.items() if keys[id(t)] == key)
-                mark = Piece(Opaque("loader", frozenset(names)), identity((0,), 1))
-                known[key] = TracedDestination(key, paths, info.nbytes, False, (*(old.pieces if old else ()), mark))
-                _ = path
+                mark = Piece(Opaque("loader", frozenset((of or names) | idle)), identity((0,), 1))
+                pieces = (*(old.pieces if old else ()), mark)
+                known[key] = TracedDestination(key, tuple(paths[key]), twin.storages[key].nbytes, False, pieces)
     finally:
         twin.restore()
     return list(known.values())

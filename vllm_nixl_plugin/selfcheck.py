@@ -313,7 +313,7 @@ class _Comparison:
         twin.fill_tensors(others | memory)
         outside = {c: key for c, key in twin.storages_in_use().items() if key not in memory}
         try:
-            with config_context(twin.config), torch.no_grad(), writes:
+            with config_context(twin.config, twin.record.model_config), writes:
                 twin.load_weights(weights)
                 for _ in weights:  # a loader that does not take all of them
                     pass

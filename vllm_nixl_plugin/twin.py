@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from vllm_nixl_plugin import graph
-from vllm_nixl_plugin.dispatch import LargeOnMeta
+from vllm_nixl_plugin.dispatch import DefaultDtype, LargeOnMeta
 
 if TYPE_CHECKING:
     from vllm_nixl_plugin.model import LoadRecord
@@ -42,11 +42,12 @@ def engine_context(vllm_config: Any, model_config: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def config_context(vllm_config: Any) -> Iterator[None]:
-    """Only the current configuration: tracing runs in a thread, and the default dtype belongs to the whole process."""
+def config_context(vllm_config: Any, model_config: Any = None) -> Iterator[None]:
+    """The same surroundings for a load that runs in a thread of its own: the default dtype is changed there only."""
     from vllm.config import set_current_vllm_config
 
-    with set_current_vllm_config(vllm_config):
+    dtype = (model_config or vllm_config.model_config).dtype
+    with set_current_vllm_config(vllm_config), torch.no_grad(), DefaultDtype(dtype):
         yield
 
 

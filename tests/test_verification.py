@@ -106,6 +106,28 @@ def test_a_server_equals_a_fresh_one_on_a_checkpoint_folder(
     assert "no-such-argument" in err
 
 
+@pytest.mark.server
+def test_pooling_servers_are_compared_by_their_fingerprints_alone(
+    vllm_nixl: Run, checkpoint: Callable[..., Path]
+) -> None:
+    with Server(checkpoint("qwen3"), args=["--runner", "pooling", "--convert", "embed"]) as server:
+        code, out, err = vllm_nixl("verify", server.url, server.url)
+        assert (code, err) == (0, "")
+        assert "outputs: a server does not generate: only fingerprints were compared" in out
+        code, out, _ = vllm_nixl("verify", server.url, server.url, "--json")
+        assert json.loads(out)["outputs"] == {
+            "n_prompts": 0, "equal": None, "reason": "a server does not generate: only fingerprints were compared",
+        }  # fmt: skip
+
+
+@pytest.mark.server
+def test_a_server_without_the_plugin_cannot_be_compared(vllm_nixl: Run, checkpoint: Callable[..., Path]) -> None:
+    with Server(checkpoint("qwen3"), plugin=False) as server:
+        code, out, err = vllm_nixl("verify", server.url, server.url)
+        assert (code, out) == (2, "")
+        assert "has no route /nixl/v1/status" in err
+
+
 def test_what_cannot_be_compared_has_status_two(vllm_nixl: Run, tmp_path: Path) -> None:
     code, out, err = vllm_nixl("verify", "http://127.0.0.1:9", tmp_path)
     assert (code, out) == (2, "")

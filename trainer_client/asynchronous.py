@@ -12,6 +12,7 @@ on the caller's stream, before whatever the caller queues there next, and the wo
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -20,7 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from trainer_client.progress import Progress, ServerProgress
-from trainer_client.sources import Sources, Storage
+from trainer_client.sources import Sources, Storage, as_bytes
 from vllm_nixl_plugin.errors import DeadlineExceeded, PushWeightsError
 
 if TYPE_CHECKING:
@@ -126,6 +127,8 @@ class Snapshot:
         self._like: tuple[tuple[int, str], ...] = ()
         self._owners: tuple[torch.UntypedStorage, ...] = ()
         self._storages: tuple[Storage, ...] = ()
+        self._targets: list[Tensor] = []
+        self._taken: tuple[weakref.ref[Sources], Sources] | None = None
 
     def take(self, sources: Sources) -> Sources:
         """The same shards in the copy. On a GPU it is queued on the current stream of the weights' device.
@@ -134,23 +137,21 @@ class Snapshot:
         """
         import torch
 
-        like = tuple((storage.nbytes, storage.device) for storage in sources.storages)
-        if like != self._like:
-            self.release()
-            self._allocate(sources)
-            self._like = like
+        if self._taken is None or self._taken[0]() is not sources:
+            like = sources.geometry()[1]
+            if like != self._like:
+                self.release()
+                self._allocate(sources)
+                self._like = like
+            self._taken = weakref.ref(sources), replace(sources, storages=self._storages, owners=self._owners)
         with torch.no_grad():
-            for owner, storage, copy, place in zip(
-                sources.owners, sources.storages, self._owners, self._storages, strict=True
-            ):
-                if storage.nbytes:
-                    target, source = _bytes(copy, place.device), _bytes(owner, storage.device)
-                    target.copy_(source, non_blocking=True)
-        return replace(sources, storages=self._storages, owners=self._owners)
+            for target, source in zip(self._targets, sources.memory, strict=True):
+                target.copy_(source, non_blocking=True)
+        return self._taken[1]
 
     def release(self) -> None:
         """Let go of the memory."""
-        self._like, self._owners, self._storages = (), (), ()
+        self._like, self._owners, self._storages, self._targets, self._taken = (), (), (), [], None
 
     def _allocate(self, sources: Sources) -> None:
         import torch
@@ -168,6 +169,7 @@ class Snapshot:
             owners.append(owner)
             storages.append(Storage(owner.data_ptr(), storage.nbytes, place))
         self._owners, self._storages = tuple(owners), tuple(storages)
+        self._targets = [as_bytes(owner, storage.device) for owner, storage in zip(owners, storages, strict=True)]
 
 
 def queued(devices: Iterable[str]) -> Callable[[], None]:
@@ -184,12 +186,6 @@ def queued(devices: Iterable[str]) -> Callable[[], None]:
             event.synchronize()
 
     return ready
-
-
-def _bytes(storage: torch.UntypedStorage, device: str) -> Tensor:
-    import torch
-
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 def _fits(device: str, nbytes: int) -> bool:

@@ -100,12 +100,24 @@ class Sources:
         return frozenset(storage.device for storage in self.storages)
 
     @cached_property
+    def memory(self) -> tuple[Tensor, ...]:
+        """The bytes of each storage."""
+        return tuple(as_bytes(owner, s.device) for owner, s in zip(self.owners, self.storages, strict=True))
+
+    @cached_property
     def _places(self) -> tuple[tuple[int, int, int], ...]:
         return tuple((owner._cdata, s.address, s.nbytes) for owner, s in zip(self.owners, self.storages, strict=True))
 
     @cached_property
     def _geometry(self) -> tuple[tuple[Shard, ...], tuple[tuple[int, str], ...]]:
         return self.shards, tuple((storage.nbytes, storage.device) for storage in self.storages)
+
+
+def as_bytes(storage: torch.UntypedStorage, device: str) -> Tensor:
+    """All of a storage as uint8."""
+    import torch
+
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 def collect(model: nn.Module | Mapping[str, Value] | Iterable[tuple[str, Value]]) -> Sources:

@@ -104,8 +104,8 @@ class Transfer:
     ) -> Sent:
         """Send everything for one update. ``deadline`` is on time.monotonic.
 
-        ``check`` is called now and then and may raise to give up; ``progress`` is told the bytes of each completed
-        write. Errors: FabricError, DeadlineExceeded, whatever ``check`` raises; then call `drain`.
+        ``check`` is called now and then and may raise to give up; ``progress`` is told the bytes of completed writes.
+        Errors: FabricError, DeadlineExceeded, whatever ``check`` raises; then call `drain`.
         """
         sent = Sent(nbytes=self.nbytes, packed_nbytes=sum(lane.route.packed_nbytes for lane in self._lanes))
         begin = time.monotonic()
@@ -223,7 +223,8 @@ class _Watch:
     ) -> None:
         self._posted, self._deadline = posted, deadline
         self._check, self._progress = check, progress
-        self._told: set[int] = set()
+        self._seen = 0
+        self._untold: list[Write] = []
 
     def wait(self, writes: Sequence[Write]) -> None:
         """Until all of ``writes`` are done. Errors: FabricError, DeadlineExceeded."""
@@ -242,10 +243,11 @@ class _Watch:
                 self._tell()
 
     def _tell(self) -> None:
-        for number, write in enumerate(self._posted):
-            if write.state == "done" and number not in self._told:
-                self._told.add(number)
-                self._progress(write.nbytes)
+        self._untold += self._posted[self._seen :]
+        self._seen = len(self._posted)
+        if nbytes := sum(write.nbytes for write in self._untold if write.state == "done"):
+            self._progress(nbytes)
+            self._untold = [write for write in self._untold if write.state != "done"]
 
     def _too_late(self) -> DeadlineExceeded:
         moving = sum(write.state == "in_flight" for write in self._posted)

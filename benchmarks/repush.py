@@ -3,8 +3,10 @@
     python benchmarks/repush.py tensors   # 40,000 tensors in 40,000 pieces of memory: many small experts
     python benchmarks/repush.py sharded   # 2 ranks (FSDP2) with 620 DTensors each, to a server of tensor parallel 2
 
-``control`` is the whole push but for pack, wire and install. Each push is measured on an idle server; the table has
-the median of each stage. ``--profile`` prints where rank 0 spends the time of a push. Exits 1 above ``--goal``.
+``control`` is the whole push but for pack, wire and install; ``process``, a part of prepare, is vLLM's own processing
+of weights after loading and the comparison with what serves: work of the install too, done ahead of it. Each push is
+measured on an idle server; the table has the median of each stage. ``--profile`` prints where rank 0 spends the time
+of a push. Exits 1 above ``--goal``.
 """
 
 from __future__ import annotations
@@ -27,13 +29,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 import gpu_measure as measure
-from gpu_servers import server
+from gpu_servers import get, server
 from gpu_trainer import Trainer
 from harness.server import TOKEN, close_launcher
 from trainer_client import WeightClient
 from trainer_client.report import STAGES
 
-PAYLOAD = ("pack", "wire", "install")
+PAYLOAD = ("pack", "wire", "install", "process")
+PREPARED = ("process", "compare")
+"""What the server calls the work of an install that it does ahead of it."""
 
 
 def experts_config(folder: Path, layers: int, experts: int) -> Path:
@@ -56,7 +60,8 @@ def state_dict(config: Any) -> Iterator[tuple[str, torch.Tensor]]:
     def make(*shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=torch.bfloat16) * 0.02
 
-    hidden, heads, width = config.hidden_size, config.num_attention_heads * config.head_dim, config.moe_intermediate_size
+    hidden, width = config.hidden_size, config.moe_intermediate_size
+    heads = config.num_attention_heads * config.head_dim
     yield "model.embed_tokens.weight", make(config.vocab_size, hidden)
     for number in range(config.num_hidden_layers):
         layer = f"model.layers.{number}"
@@ -82,10 +87,16 @@ def table(title: str, pushes: list[dict[str, float]]) -> float:
         push["control"] = push["total"] - sum(push.get(stage, 0.0) for stage in PAYLOAD)
         push["not explained"] = push["total"] - sum(push.get(stage, 0.0) for stage in STAGES[:-1])
     print(f"\n{title}: median of {len(pushes)} pushes, ms")
-    for stage in (*STAGES, "control", "not explained"):
+    for stage in (*STAGES, "process", "control", "not explained"):
         values = sorted(push.get(stage, 0.0) * 1e3 for push in pushes)
         print(f"  {stage:14} {statistics.median(values):9.2f}   (least {values[0]:.2f}, most {values[-1]:.2f})")
     return statistics.median(push["control"] for push in pushes) * 1e3
+
+
+def processing_s(url: str) -> float:
+    """Seconds that the workers processed weights ahead of the last install."""
+    timings = get(url, "/status")["last"]["timings"]
+    return sum(timings.get(f"install.{stage}", 0.0) for stage in PREPARED)
 
 
 def tensors(args: argparse.Namespace, folder: Path) -> dict[str, float]:
@@ -97,24 +108,25 @@ def tensors(args: argparse.Namespace, folder: Path) -> dict[str, float]:
     print(f"{len(state)} tensors, {sum(t.nbytes for t in state.values()) / 1e6:.0f} MB", flush=True)
     found = {}
     log = Path(args.log) if args.log else folder / "server.log"
-    with server(path, "--load-format", "dummy", device="cpu", eager=True, log=log) as made:
-        with WeightClient([made.url], token=TOKEN, progress=False) as client:
-            for mode in args.modes.split(","):
-                begin = time.monotonic()
-                first = client.push_weights(state, mode=mode)
-                print(f"\n{mode}: first push {time.monotonic() - begin:.1f} s\n{first}", flush=True)
-                pushes = []
-                profile = cProfile.Profile() if args.profile else None
-                for _ in range(args.repeat):
-                    gc.collect()
-                    if profile is not None:
-                        profile.enable()
-                    pushes.append(dict(client.push_weights(state, mode=mode).servers[0].seconds))
-                    if profile is not None:
-                        profile.disable()
-                found[mode] = table(f"{len(state)} tensors, {mode}", pushes)
+    made = server(path, "--load-format", "dummy", device="cpu", eager=True, log=log)
+    with made, WeightClient([made.url], token=TOKEN, progress=False) as client:
+        for mode in args.modes.split(","):
+            begin = time.monotonic()
+            first = client.push_weights(state, mode=mode)
+            print(f"\n{mode}: first push {time.monotonic() - begin:.1f} s\n{first}", flush=True)
+            pushes = []
+            profile = cProfile.Profile() if args.profile else None
+            for _ in range(args.repeat):
+                gc.collect()
                 if profile is not None:
-                    pstats.Stats(profile).sort_stats("cumulative").print_stats(45)
+                    profile.enable()
+                pushes.append(dict(client.push_weights(state, mode=mode).servers[0].seconds))
+                pushes[-1]["process"] = processing_s(made.url)
+                if profile is not None:
+                    profile.disable()
+            found[mode] = table(f"{len(state)} tensors, {mode}", pushes)
+            if profile is not None:
+                pstats.Stats(profile).sort_stats("cumulative").print_stats(45)
     return found
 
 
@@ -129,12 +141,16 @@ def sharded(args: argparse.Namespace, folder: Path) -> dict[str, float]:
         held = trainer.all("random", config=str(path))
         print(f"{held[0]['whole_nbytes'] / 1e6:.0f} MB", flush=True)
         for mode in args.modes.split(","):
-            done = trainer.all("push", servers=[made.url], mode=mode, times=args.repeat + 1)[0]
+            done = []
+            for _ in range(args.repeat + 1):
+                done += trainer.all("push", servers=[made.url], mode=mode)[0]
+                done[-1]["process"] = processing_s(made.url)
             print(f"\n{mode}: first push {done[0]['end'] - done[0]['begin']:.1f} s", flush=True)
             pushes = []
             for push in done[1:]:
                 pushes.append(dict(push["servers"][0]["seconds"]))
                 pushes[-1]["total"] = push["end"] - push["begin"]
+                pushes[-1]["process"] = push["process"]
             found[mode] = table(f"2 ranks, {mode} (total: of the call)", pushes)
     return found
 

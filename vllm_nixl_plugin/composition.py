@@ -7,13 +7,15 @@ remembers which destination of the whole belongs to which model. Called by `plan
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from vllm_nixl_plugin.errors import PlanRefused
 from vllm_nixl_plugin.loaded import LoadedModel
-from vllm_nixl_plugin.planning import Fill, Planned
+from vllm_nixl_plugin.planning import Fill, Planned, dtype_of
 from vllm_nixl_plugin.wire import Destination, Manifest, PlannedCopy, WorkerPlan
 
 DRAFT_PREFIX = "draft:"
@@ -66,7 +68,7 @@ class Part:
         return (shadows & self.model.twin.modules.keys()) | derived
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Held:
     """A plan that the worker can carry out."""
 
@@ -79,10 +81,15 @@ class Held:
         """Those of the drafters that the plan has weights for."""
         return {part.model.label for part in self.parts} - {""}
 
-    @property
+    @cached_property
     def places(self) -> tuple[Place, ...]:
         """In the order of the plan's destinations."""
         return tuple(place for part in self.parts for place in part.places)
+
+    @cached_property
+    def offered_nbytes(self) -> int:
+        """Bytes of all weights of the manifest."""
+        return sum(math.prod(w.shape) * dtype_of(w.dtype).itemsize for w in self.plan.weights)
 
 
 def plan_models(manifest: Manifest, target: LoadedModel, drafters: Sequence[LoadedModel]) -> Held:

@@ -12,7 +12,6 @@ A slice is a number of units that is the same on all ranks, since some processin
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
@@ -88,9 +87,8 @@ class Preparation:
     def _slice(self) -> int:
         """Units in a slice, from numbers that all ranks have in common. Ranks differ in the bytes of their modules."""
         modules = sum(len(paths) for paths in self._paths)
-        nbytes: int = sum(math.prod(w.shape) * dtype_of(w.dtype).itemsize for w in self.held.plan.weights)
         ranks: int = self._worker.vllm_config.parallel_config.world_size
-        per_module = max(nbytes // max(modules, 1) // ranks, 1)
+        per_module = max(self.held.offered_nbytes // max(modules, 1) // ranks, 1)
         return min(max(SLICE_NBYTES // per_module, 1), _MOST_UNITS)
 
     def _all(self) -> Generator[None, None, None]:

@@ -89,11 +89,11 @@ def main() -> None:
     import transformers
 
     from fidelity.view import Layout, engine_config, take_place, twin_of
+    from vllm_nixl_plugin.encoding import decode_plan, encode_plan
     from vllm_nixl_plugin.loadtrace import trace_load
     from vllm_nixl_plugin.plan_cache import PlanCache
     from vllm_nixl_plugin.planning import make_plan
     from vllm_nixl_plugin.selfcheck import SelfCheck
-    from vllm_nixl_plugin.encoding import decode_plan, encode_plan
     from vllm_nixl_plugin.wire import Manifest, WeightSpec
 
     clock = Clock()

@@ -11,8 +11,8 @@ from torch import nn
 
 from vllm_nixl_plugin import graph
 from vllm_nixl_plugin.errors import NeedsRestart
-from vllm_nixl_plugin.pairing import Pairing
 from vllm_nixl_plugin.model import state_of
+from vllm_nixl_plugin.pairing import Pairing
 
 
 class Kernel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from harness import TOKEN, Server
+from harness import TOKEN, EngineOptions, Server, completions, reference
+from harness.checkpoints import read_weights
+from trainer_client import WeightClient
 from vllm_nixl_plugin import access, errors, settings
 from vllm_nixl_plugin.guard import Guard
 
@@ -105,6 +108,39 @@ def test_the_guard_closes_websockets_and_lets_the_start_of_the_app_pass() -> Non
     socket = {"type": "websocket", "path": "/admin", "headers": [], "client": None}
     assert asyncio.run(through_the_guard(socket)) == [{"type": "websocket.close", "code": 1008}]
     assert asyncio.run(through_the_guard({"type": "lifespan"}))[0]["status"] == 204
+
+
+@pytest.mark.server
+def test_the_routes_on_an_address_of_their_own_are_there_alone(checkpoint: Callable[..., Path]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = int(free.getsockname()[1])
+    url = f"http://127.0.0.1:{port}"
+    options = EngineOptions(api_servers=2)
+    with Server(checkpoint("qwen3", 1), options, env={"PUSH_WEIGHTS_ADDRESS": f"127.0.0.1:{port}"}) as server:
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        assert httpx.get(f"{server.url}/nixl/v1/status", headers=headers).status_code == 404
+        assert httpx.get(f"{url}/nixl/v1/status").status_code == 401
+        assert [httpx.get(f"{url}{path}", headers=headers).status_code for path in ("/v1/models", "/docs")] == [404] * 2
+        with WeightClient([url], token=TOKEN) as client:
+            client.push_weights(read_weights(checkpoint("qwen3", 2)), version="two")
+        statuses = [httpx.get(f"{url}/nixl/v1/status", headers=headers).json() for _ in range(8)]
+        assert {status["weight_version"] for status in statuses} == {"two"}
+        assert completions(server.url) == reference(checkpoint("qwen3", 2), options=server.options)
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [("", None), ("10.0.0.5:8100", ("10.0.0.5", 8100)), ("[::1]:81", ("::1", 81)), ("localhost:1", ("localhost", 1))],
+)
+def test_the_address_is_a_host_and_a_port(
+    monkeypatch: pytest.MonkeyPatch, given: str, found: tuple[str, int] | None
+) -> None:
+    monkeypatch.setenv("PUSH_WEIGHTS_ADDRESS", given)
+    assert settings.address() == found
+    for wrong in ("8100", ":8100", "host:", "host:x", "host:70000"):
+        monkeypatch.setenv("PUSH_WEIGHTS_ADDRESS", wrong)
+        with pytest.raises(ValueError, match="PUSH_WEIGHTS_ADDRESS"):
+            settings.address()
 
 
 @pytest.mark.server

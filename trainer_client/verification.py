@@ -146,7 +146,11 @@ class _Completions:
 
     def greedy(self, prompt: list[int]) -> list[Any] | None:
         """Token, its logprob and the best alternatives at every position; None when the server has no such route."""
-        self._model = self._model or str(self._ask("GET", "/v1/models").json()["data"][0]["id"])
+        if self._model is None:
+            models = self._ask("GET", "/v1/models")
+            if models.status_code == 404:
+                return None
+            self._model = str(models.json()["data"][0]["id"])
         answer = self._ask("POST", "/v1/completions", {
             "model": self._model, "prompt": prompt, "max_tokens": N_TOKENS, "temperature": 0, "ignore_eos": True,
             "logprobs": N_LOGPROBS, "return_token_ids": True, "return_tokens_as_token_ids": True, "seed": 0,
@@ -167,7 +171,7 @@ class _Completions:
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
         try:
             answer = self._http.request(method, path, json=body)
-            if method == "GET":
+            if method == "GET" and answer.status_code != 404:
                 answer.raise_for_status()
             return answer
         except httpx.HTTPError as error:

@@ -100,6 +100,14 @@ def attach(app: FastAPI) -> None:
     app.include_router(router)
 
 
+def app_for(updates: Updates) -> FastAPI:
+    """An app of the routes alone, for an address of their own."""
+    app = FastAPI(openapi_url=None)
+    attach(app)
+    app.state.nixl_push_updates = updates
+    return app
+
+
 async def start(state: Any, updates: Updates) -> None:
     """Make the routes of the app with this state answer. Errors: those of `Updates.start`."""
     await updates.start()

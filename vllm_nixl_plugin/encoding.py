@@ -153,7 +153,8 @@ def _copies(
 
 def _end(shape: tuple[int, ...], offset: int, strides: tuple[int, ...], itemsize: int) -> int:
     """Where the last byte of the elements ends."""
-    return offset + sum(map(mul, shape, strides)) - sum(strides) + itemsize
+    reach: int = sum(map(mul, shape, strides))
+    return offset + reach - sum(strides) + itemsize
 
 
 def _itemsize(dtype: str) -> int:

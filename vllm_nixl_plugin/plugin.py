@@ -23,7 +23,7 @@ GUARD = "vllm_nixl_plugin.guard.Guard"
 def register() -> None:
     """Entry point of ``vllm.general_plugins``: in every process, possibly more than once; no device work.
 
-    Errors: MissingToken, which ends the start of a server.
+    Errors: MissingToken and ValueError, which end the start of a server.
     """
     _refuse_early()
     _allow_amx()
@@ -44,9 +44,10 @@ class EndpointPlugin:
 
     def attach_router(self, app: Any) -> None:
         """Called while vLLM builds its app."""
-        from vllm_nixl_plugin import api
+        from vllm_nixl_plugin import api, settings
 
-        api.attach(app)
+        if settings.address() is None:
+            api.attach(app)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Errors end the start of the server: MissingToken; RuntimeError when the worker extension is not loaded."""
@@ -60,8 +61,14 @@ class EndpointPlugin:
         settings.check_startup()
         check_extension(engine_client, args)
         warn_of_open_routes(args)
-        await api.start(state, Updates(Engine(engine_client)))
-        logger.info("weight updates are served below %s", PREFIX)
+        updates = Updates(Engine(engine_client))
+        await api.start(state, updates)
+        address = settings.address()
+        if address is not None:
+            from vllm_nixl_plugin.listener import listen
+
+            await listen(api.app_for(updates), address, args)
+        logger.info("weight updates are served below %s%s", PREFIX, f" on {address[0]}:{address[1]}" if address else "")
 
 
 def check_extension(engine_client: Any, args: Any) -> None:
@@ -97,6 +104,7 @@ def _refuse_early() -> None:
         from vllm_nixl_plugin import settings
 
         settings.check_token()
+        settings.address()
 
 
 def _allow_amx() -> None:

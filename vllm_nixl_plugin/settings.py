@@ -3,6 +3,7 @@
     PUSH_WEIGHTS_TOKEN            the bearer token; as good as code execution in the workers
     PUSH_WEIGHTS_TOKEN_FILE       a file that holds it, read at each request; wins over PUSH_WEIGHTS_TOKEN. Each line is
                                   a token, so that a new one can be put before the old while clients change over
+    PUSH_WEIGHTS_ADDRESS          host:port on which our routes are served, and then there only; by default vLLM's own
     PUSH_WEIGHTS_ALLOW_ANONYMOUS  "1": start without a token and let everybody in
     PUSH_WEIGHTS_READY_AFTER_PUSH "1": not ready before the first successful push
     PUSH_WEIGHTS_BACKEND          NIXL plug-in of the workers, UCX by default
@@ -38,6 +39,15 @@ class MissingToken(RuntimeError):
 def ready_after_push() -> bool:
     """Whether a server that has had no push yet counts as not ready."""
     return os.environ.get("PUSH_WEIGHTS_READY_AFTER_PUSH") == "1"
+
+
+def address() -> tuple[str, int] | None:
+    """Where the routes have an address of their own. Errors: ValueError."""
+    given = os.environ.get("PUSH_WEIGHTS_ADDRESS", "")
+    host, _, port = given.rpartition(":")
+    if given and not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise ValueError(f"PUSH_WEIGHTS_ADDRESS is {given!r}; expected host:port, such as 10.0.0.5:8100 or [::1]:8100")
+    return (host.strip("[]"), int(port)) if given else None
 
 
 def self_check_mode() -> str:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from trainer_client import LocalShard, collector
 from trainer_client.collector import Collector
@@ -224,6 +228,47 @@ def test_among_many_tensors_the_one_that_moved_is_found() -> None:
     state = {str(i): torch.randn(2) for i in range(600)}
     for name in ("0", "255", "256", "599"):
         check(state, lambda s, name=name: s.update({name: torch.randn(2)}))  # type: ignore[misc]
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def local(model: Any) -> Any:
+    return model[0].one.weight._local_tensor
+
+
+def place_anew(model: Any) -> None:
+    weight = model[0].one.weight
+    model[0].one.weight = nn.Parameter(DTensor.from_local(weight.to_local(), weight.device_mesh, [Replicate()]))
+
+
+DISTRIBUTED: dict[str, Callable[[Any], None]] = {
+    "a local tensor elsewhere": lambda m: set_data(local(m), local(m).clone()),
+    "a local tensor is another": lambda m: setattr(m[0].one.weight, "_local_tensor", local(m).clone()),
+    "another placement of the same memory": place_anew,
+    "a plain tensor": lambda m: setattr(m[0].one, "weight", nn.Parameter(local(m))),
+    "gathered": lambda m: m[0].unshard(),
+}
+
+
+@pytest.mark.parametrize("change", [None, *DISTRIBUTED], ids=str)
+@pytest.mark.usefixtures("alone")
+def test_an_fsdp2_module_that_has_changed_is_collected_anew(change: str | None) -> None:
+    model, mesh = module(), init_device_mesh("cpu", (1,))
+    for part in (*model, model):
+        fully_shard(part, mesh=mesh)
+    check(model, DISTRIBUTED[change] if change else None)
+    again = Collector()
+    first = again.collect(model.state_dict())
+    assert again.collect(model.state_dict()) is first
+    with torch.no_grad():
+        model[1].two.weight.add_(1)
+    assert again.collect(model.state_dict()) is first
 
 
 def test_another_module_of_the_same_form_is_another() -> None:

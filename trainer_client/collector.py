@@ -185,8 +185,8 @@ def _has_hooks(modules: Sequence[nn.Module]) -> bool:
     for kind in ("_state_dict_hooks", "_state_dict_pre_hooks"):
         of = attrgetter(kind)
         if any(map(of, modules)):
-            hooks = chain.from_iterable(of(module).values() for module in modules)
-            if not all(str(getattr(hook, "__module__", "")).startswith(HARMLESS_HOOKS) for hook in hooks):
+            hooks = chain.from_iterable(map(dict.values, map(of, modules)))
+            if not all(str(name).startswith(HARMLESS_HOOKS) for name in set(map(attrgetter("__module__"), hooks))):
                 return True
     return False
 

@@ -32,10 +32,10 @@ class Repeats:
         self._is_read = is_read
         self._of: dict[str, str] = {}
         self._members: dict[str, list[str]] = {}
-        self._kinds: dict[str, Hashable] = {}
-        self._model: dict[Hashable, str] = {}
+        self._kinds: dict[str, int] = {}
+        self._model: dict[int, str] = {}
         """The block that others of its kind are taken to be like."""
-        self._unread: dict[Hashable, frozenset[str]] = {}
+        self._unread: dict[int, frozenset[str]] = {}
         self._done: Counter[str] = Counter()
         self.skipped: set[str] = set()
         if len(weights) <= few:
@@ -47,7 +47,9 @@ class Repeats:
                 self._of[weight.name] = block
                 self._members.setdefault(block, []).append(weight.name)
                 forms.setdefault(block, []).append((weight.name[match.end() :], weight.shape, weight.dtype))
-        self._kinds = {block: (neutral(block), frozenset(form)) for block, form in forms.items()}
+        numbers: dict[Hashable, int] = {}
+        for block, form in forms.items():
+            self._kinds[block] = numbers.setdefault((neutral(block), frozenset(form)), len(numbers))
 
     def skip(self, name: str) -> bool:
         """Whether a weight, the next one in order, need not be offered."""
@@ -63,7 +65,7 @@ class Repeats:
         self.skipped.add(name)
         return True
 
-    def _look_at_model(self, kind: Hashable, block: str) -> bool:
+    def _look_at_model(self, kind: int, block: str) -> bool:
         """Whether the model of a kind is known now. One of which nothing is read (it is on another worker) is none."""
         model = self._model.setdefault(kind, block)
         members = self._members[model]

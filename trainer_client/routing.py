@@ -122,7 +122,8 @@ def compute_route(offer: Offer, plan: WorkerPlan, *, direct_run_bytes: int, buff
     direct: list[npt.NDArray[np.void]] = []
     blocks: list[tuple[int, int, int, int, int]] = []
     items: dict[tuple[str, int], list[PackItem]] = {}
-    offered = [(offer.legs(weight, packed=True), offer.nbytes(weight)) for weight in plan.weights]
+    needed = {planned.weight: plan.weights[planned.weight] for planned in plan.copies}  # a few of very many, perhaps
+    offered = {i: (offer.legs(weight, packed=True), offer.nbytes(weight)) for i, weight in needed.items()}
     for planned in plan.copies:
         legs, nbytes = offered[planned.weight]
         if not _reads_within(planned.copy_, nbytes):

@@ -63,6 +63,7 @@ def take_place(config: Any, layout: Layout, rank: int) -> None:
     patches = [
         mock.patch.object(torch.distributed, "new_group", fake_group),
         mock.patch.object(state, "_node_count", return_value=1),
+        mock.patch.object(state, "in_the_same_node_as", lambda group, source_rank=0: [True] * group.size()),
         mock.patch.object(MessageQueue, "create_from_process_group", return_value=None),
         mock.patch.object(CpuCommunicator, "_all_group_ranks_share_shm_group_name", return_value=False),
     ]

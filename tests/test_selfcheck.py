@@ -10,9 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
+from harness import TOKEN, EngineOptions, Server
+from harness.checkpoints import read_weights, write_checkpoint
+from trainer_client import WeightClient
 from vllm_nixl_plugin import replay
 from vllm_nixl_plugin.copies import Copy
 from vllm_nixl_plugin.errors import PlanRefused
@@ -256,3 +260,19 @@ def test_a_server_that_moves_experts_is_refused():
     with pytest.raises(PlanRefused, match="without --enable-eplb") as refused:
         WorkerPlane(worker, WorkerSettings()).make_plan(Manifest(weights=[spec("w")]))
     assert refused.value.details["eplb_active"]
+
+
+@pytest.mark.server
+def test_a_server_says_what_it_has_compared(tmp_path):
+    checkpoint = write_checkpoint(tmp_path / "qwen3", "qwen3", 1)
+    with Server(checkpoint, EngineOptions(env=(("PUSH_WEIGHTS_SELF_CHECK", "full"),))) as server:
+        with WeightClient([server.url], token=TOKEN, timeout_s=120) as client:
+            client.push_weights(read_weights(checkpoint))
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        [worker] = httpx.get(f"{server.url}/nixl/v1/plan", headers=headers, timeout=30).json()["workers"]
+    found = worker["self_check"]
+    assert found["mode"] == "full"
+    assert found["checked_units"] == found["units"] > 2
+    assert found["checked_nbytes"] >= worker["nbytes"]
+    assert found["seconds"] > 0
+    assert found["demoted"] == []

@@ -4,7 +4,7 @@ BIN := .venv/bin
 PYTEST_ARGS ?=
 export PIP_ARGS
 
-.PHONY: setup lint test test-fast fidelity trainers fuzz demo clean
+.PHONY: setup lint test test-all test-fast fidelity trainers fuzz demo clean
 
 setup:  ## the CPU environment in .venv (nothing to do while its inputs are the same)
 	$(PYTHON) scripts/setup_cpu.py
@@ -14,7 +14,10 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: lint  ## everything that runs without a GPU, real servers included
+test: lint  ## what runs without a GPU, real servers included
+	$(BIN)/python -m pytest -m "not thorough" $(PYTEST_ARGS)
+
+test-all: lint  ## more cases of each kind, too
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-fast: setup  ## no server, nothing slow

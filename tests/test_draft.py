@@ -83,7 +83,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize(
     ("method", "drafter"),
-    [("draft_model", "small"), ("eagle", "eagle"), ("eagle", "eagle-without"), ("eagle3", "eagle3")],
+    [
+        ("draft_model", "small"),
+        pytest.param("eagle", "eagle", marks=pytest.mark.thorough),
+        pytest.param("eagle", "eagle-without", marks=pytest.mark.thorough),
+        ("eagle3", "eagle3"),
+    ],
 )
 def test_target_and_drafter_are_pushed_together(checkpoints: dict[str, Path], method: str, drafter: str):
     a = speculating(checkpoints["target-1"], method, checkpoints[f"{drafter}-1"])
@@ -135,6 +140,7 @@ def test_a_push_without_drafter_weights_is_accepted_and_says_stale(checkpoints: 
         assert not draft_of(server)["stale"]
 
 
+@pytest.mark.thorough
 def test_a_target_push_leaves_a_drafter_of_the_same_checkpoint_alone_and_the_tensors_it_shares_right(
     checkpoints: dict[str, Path], tmp_path: Path
 ):
@@ -171,6 +177,7 @@ def test_draft_weights_for_a_server_without_a_drafter_are_refused(checkpoints: d
             client.push_weights(weights)
 
 
+@pytest.mark.thorough
 def test_a_torn_drafter_is_healed_by_its_own_weights_only(checkpoints: dict[str, Path]):
     target = read_weights(checkpoints["target-2"])
     both = target | drafted(read_weights(checkpoints["eagle-without-2"]))
@@ -196,6 +203,7 @@ def test_a_torn_drafter_is_healed_by_its_own_weights_only(checkpoints: dict[str,
         equal(server, fresh)
 
 
+@pytest.mark.thorough
 def test_a_partial_push_may_be_of_the_drafter_alone(checkpoints: dict[str, Path]):
     a, b = (speculating(checkpoints["target-1"], "eagle", checkpoints[f"eagle-without-{seed}"]) for seed in (1, 2))
     with servers(a, b) as (server, fresh), WeightClient([server.url], token=TOKEN) as client:

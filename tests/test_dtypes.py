@@ -47,7 +47,10 @@ def test_fp32_masters_give_what_a_fresh_bf16_server_makes_of_their_checkpoint(mo
             pushed.close(), new.close()
 
 
-PAIRS = [("float16", "bfloat16"), ("bfloat16", "float16"), ("float32", "float16")]
+PAIRS = [
+    ("float16", "bfloat16"),
+    *(pytest.param(*pair, marks=pytest.mark.thorough) for pair in (("bfloat16", "float16"), ("float32", "float16"))),
+]
 
 
 @pytest.mark.parametrize(("trainer", "served"), PAIRS)

@@ -28,7 +28,7 @@ def torchrun(ranks: int, example: str, *arguments: str | Path) -> str:
 
 @pytest.mark.server
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_ranks_in_the_style_of_megatron_bring_their_checkpoint(checkpoint, ranks: int) -> None:
     with Server(checkpoint("qwen3", 1)) as server:
         print(torchrun(ranks, "megatron_style.py", checkpoint("qwen3", 2), server.url))
@@ -37,7 +37,7 @@ def test_ranks_in_the_style_of_megatron_bring_their_checkpoint(checkpoint, ranks
 
 @pytest.mark.server
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_a_trainer_in_the_style_of_torchtitan_brings_what_it_has_trained(checkpoint, tmp_path, ranks: int) -> None:
     start, trained = checkpoint("llama", 1), tmp_path / "trained"
     with Server(start) as server:

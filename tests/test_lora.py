@@ -62,7 +62,9 @@ def fingerprint(server: Server) -> dict[str, str]:
     return dict(worker["paths"])
 
 
-@pytest.mark.parametrize("model", ["qwen3", "qwen3-tied", "qwen3-wide"])
+@pytest.mark.parametrize(
+    "model", ["qwen3", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("qwen3-tied", "qwen3-wide"))]
+)
 def test_base_weights_are_updated_under_adapters_in_use(checkpoint: Callable[..., Path], tmp_path: Path, model: str):
     a, b = checkpoint(model, 1), checkpoint(model, 2)
     first, second = (write_adapter(tmp_path / f"adapter-{seed}", a, seed) for seed in (7, 8))

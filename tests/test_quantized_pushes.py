@@ -110,7 +110,9 @@ def test_a_snapshot_is_quantized_while_training_goes_on(served):
     assert readings(server) == readings(fresh)
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "tp", "declared"])
+@pytest.mark.parametrize(
+    "layout", ["declared", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("fsdp2", "tp"))]
+)
 def test_ranks_quantize_what_they_have_together(served, layout, world):
     """Also where they cut blocks between them, as ``declared`` does: the first of two ranks has 85 of 256 rows."""
     name, server, fresh = served

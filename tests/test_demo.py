@@ -29,7 +29,7 @@ def demo() -> Iterator[subprocess.Popen[str]]:
                 yield process
             finally:
                 process.terminate()
-                process.communicate(timeout=60)
+                process.communicate(timeout=150)
         deadline = time.monotonic() + 30  # what has been killed takes a moment to go on a busy machine
         while (left := carrying(f"{name}={number}")) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -71,7 +71,7 @@ def test_the_demo_can_be_stopped_while_its_server_starts(
         if line.startswith("$ "):
             break
     demo.send_signal(number)
-    demo.communicate(timeout=60)
+    demo.communicate(timeout=150)
     assert demo.returncode == status
 
 

@@ -50,6 +50,9 @@ VIEWS = {
     "cast then add": lambda d: d["a"].to(BF16) + 1,
     "in-place arithmetic on a copy": lambda d: d["a"].clone().mul_(3).sub_(1),
     "bytes of another dtype": lambda d: d["a"].view(torch.int16)[:, ::2],
+    "rows": lambda d: d["a"][torch.tensor([2, 3, 0, 0, -1])],
+    "columns": lambda d: d["a"][:, torch.tensor([5, 1, 2, 3])] * 2,
+    "no rows": lambda d: d["a"][torch.tensor([], dtype=torch.int64)],
     "clone of a view": lambda d: d["a"][1:3].clone().t().contiguous(),
 }
 
@@ -244,3 +247,33 @@ def test_random_chains_of_views_and_copies_replay_exactly(ops, seed):
         return {"out": t.contiguous()}
 
     check(function, a=rand(6, 4, 10))
+
+
+def test_a_function_may_look_at_what_was_made_before_it_but_not_at_what_it_wrote():
+    table = torch.tensor([-1, 1, -1, 0], dtype=torch.int32)
+    tracer = Tracer()
+    stand_ins = tracer.stand_ins({"table": table, "out": torch.empty(2, 6)})
+    source = tracer.source("a", (4, 6), F32)
+    with tracer:
+        seen, out = stand_ins["table"], stand_ins["out"]
+        for row in range(4):
+            if (at := seen[row].item()) >= 0:
+                out[at].copy_(source[row])
+        rows = (seen >= 0).nonzero().squeeze(1)
+        taken = source[rows]
+        table_of_ours = torch.tensor([3.0, 4.0])
+        assert table_of_ours[1].item() == 4
+        seen[0] = 1
+        assert seen[0].item() == 1
+        seen[1:2].copy_(source[0, :1])
+        with pytest.raises(NeedsData) as need:
+            seen[1].item()
+        with pytest.raises(NeedsData):
+            seen.data_ptr()
+    assert need.value.sources == {"a"}
+    a = rand(4, 6)
+    got = torch.zeros(2, 6)
+    replay(tracer.pieces(stand_ins["out"]), {"a": a}, got)
+    assert torch.equal(got, a[[3, 1]])
+    replay(tracer.read(taken), {"a": a}, got)
+    assert torch.equal(got, a[[1, 3]])

@@ -11,13 +11,12 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
 
 import torch
 
+from vllm_nixl_plugin import replay
 from vllm_nixl_plugin.agent import NixlAgent
 from vllm_nixl_plugin.composition import Held, Key, Place
-from vllm_nixl_plugin.errors import PlanRefused
 from vllm_nixl_plugin.fabric import Fabric
 from vllm_nixl_plugin.memory import Arena, Registrations, allocation_of
 from vllm_nixl_plugin.planning import Fill
@@ -115,12 +114,12 @@ class Binder:
             if self._prefilled.get(key) == done and not held.partial:
                 continue
             info = place.model.twin.storages[key[1]] if isinstance(key[1], int) else None
+            before: torch.Tensor | float | None = served.get(key)
+            if before is None and info is not None:
+                before = info.value
             for fill in place.fills:
-                source = fill.value if fill.value is not None and not held.partial else served.get(key)
-                if source is None and info is not None:
-                    source = info.value
-                if source is not None:
-                    _fill(target, fill, source, info.dtype if info is not None else None)
+                of = Fill(fill.copy, None) if held.partial else fill
+                replay.fill(target, of, before, info.dtype if info is not None else None)
             self._prefilled[key] = done
 
     def notifications(self) -> list[tuple[str, bytes]]:
@@ -144,30 +143,3 @@ class Binder:
 
 def _are_gone(writers: tuple[str, ...]) -> bool:
     return bool(writers) and all(is_gone(writer) for writer in writers)
-
-
-def _fill(target: torch.Tensor, fill: Fill, source: Any, dtype: torch.dtype | None) -> None:
-    """Write one fill into a destination's bytes; a number is written in the destination's dtype."""
-    c = fill.copy
-    if not c.numel:
-        return
-    if isinstance(source, torch.Tensor):
-        if c.src_itemsize != c.dst_itemsize:
-            raise PlanRefused("a loader casts a tensor of its own into a parameter; this is not supported")
-        raw = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[c.dst_itemsize]
-        _strided(target, raw, c.shape, c.dst_strides, c.dst_offset).copy_(
-            _strided(source, raw, c.shape, c.src_strides if fill.value is not None else c.dst_strides,
-                     c.src_offset if fill.value is not None else c.dst_offset)
-        )  # fmt: skip
-        return
-    assert dtype is not None
-    if dtype.itemsize != c.dst_itemsize:
-        dtype = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[c.dst_itemsize]
-    _strided(target, dtype, c.shape, c.dst_strides, c.dst_offset).fill_(source)
-
-
-def _strided(raw: torch.Tensor, dtype: torch.dtype, shape: Any, strides: Any, offset: int) -> torch.Tensor:
-    size = dtype.itemsize
-    view = torch.empty(0, dtype=dtype, device=raw.device)
-    start = raw.storage_offset() + offset
-    return view.set_(raw.untyped_storage(), start // size, tuple(shape), tuple(s // size for s in strides))

@@ -16,6 +16,7 @@ from torch import nn
 
 from vllm_nixl_plugin import graph
 from vllm_nixl_plugin.errors import PlanRefused, UnknownPlan
+from vllm_nixl_plugin.findings import demote
 from vllm_nixl_plugin.loadtrace import LoadTrace, trace_load
 from vllm_nixl_plugin.model import LoadRecord, geometry_of, record_of
 from vllm_nixl_plugin.planning import (
@@ -25,7 +26,7 @@ from vllm_nixl_plugin.planning import (
     make_plan,
     refuse_missing,
 )
-from vllm_nixl_plugin.selfcheck import SelfCheck, demote
+from vllm_nixl_plugin.selfcheck import SelfCheck
 from vllm_nixl_plugin.settings import self_check_mode
 from vllm_nixl_plugin.tracing import Constant, Creation, Opaque, Source
 from vllm_nixl_plugin.twin import Twin

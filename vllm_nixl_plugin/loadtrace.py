@@ -276,7 +276,7 @@ def _blamed(at: TracebackType | None, tracer: Tracer) -> str | None:
         if frame.f_globals.get("__name__") in (__name__, "vllm_nixl_plugin.tracing"):
             continue
         for value in frame.f_locals.values():
-            if isinstance(value, torch.Tensor) and tracer.knows(value):
+            if isinstance(value, torch.Tensor) and tracer.is_traced(value):
                 names = {p.root.name for p in tracer.pieces(value) if isinstance(p.root, Source)}
                 if len(names) == 1:
                     return names.pop()

@@ -23,12 +23,12 @@ from typing import Any
 from vllm_nixl_plugin.binding import Binder
 from vllm_nixl_plugin.composition import DRAFT_PREFIX, Held, plan_models
 from vllm_nixl_plugin.errors import EngineAsleep, EngineTorn, PlanRefused, PushWeightsError, UnknownPlan
+from vllm_nixl_plugin.findings import summed
 from vllm_nixl_plugin.fingerprint import slices
 from vllm_nixl_plugin.install import Installer
 from vllm_nixl_plugin.loaded import LoadedModel
 from vllm_nixl_plugin.model import describe_worker, draft_models, is_asleep, record_of
 from vllm_nixl_plugin.processes import is_running
-from vllm_nixl_plugin.selfcheck import summed
 from vllm_nixl_plugin.settings import WorkerSettings
 from vllm_nixl_plugin.wire import Binding, Manifest, Mode, WeightSpec, WorkerPlan
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vllm_nixl_plugin.known import SMALL_NBYTES, Known, NotKnown
 from vllm_nixl_plugin.layout import Copy, LayoutError, compose, contiguous_strides
 from vllm_nixl_plugin.provenance import (
     Constant,
@@ -57,8 +58,6 @@ _ELEMENTWISE_IN_PLACE = {
     aten.mul_.Tensor: "mul", aten.mul_.Scalar: "mul", aten.add_.Tensor: "add", aten.add_.Scalar: "add",
     aten.sub_.Tensor: "sub", aten.sub_.Scalar: "sub", aten.div_.Tensor: "div", aten.div_.Scalar: "div",
 }  # fmt: skip
-_SMALL_NBYTES = 1 << 20
-"""Larger tensors are not read while tracing."""
 _MAX_ROWS = 4096
 """Longer lists of rows are not followed."""
 _DATA = {
@@ -109,7 +108,7 @@ class Tracer(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._records = Records()
         self._twins: dict[int, torch.Tensor] = {}
-        self._creations: dict[str, torch.Tensor] = {}
+        self._known = Known(self)
 
     # Inputs
 
@@ -136,8 +135,8 @@ class Tracer(TorchDispatchMode):
                 storage = storages[old._cdata] = raw.untyped_storage()
                 whole = Copy((old.nbytes(),), 0, (1,), 1, 0, (1,), 1)
                 self._records[storage._cdata] = Record(raw, [Piece(Creation(key), whole)])
-                if tensor.device.type != "meta" and old.nbytes() <= _SMALL_NBYTES:
-                    self._creations[key] = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(old)
+                if tensor.device.type != "meta" and old.nbytes() <= SMALL_NBYTES:
+                    self._known.creations[key] = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(old)
             fresh.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
             base = getattr(type(tensor), "traced_base", type(tensor))
             real = device if tensor.device.type == "meta" and device is not None else tensor.device
@@ -169,10 +168,6 @@ class Tracer(TorchDispatchMode):
     def is_read(self, name: str) -> bool:
         """Whether anything but a view has been made of a source."""
         return name in self._records.read
-
-    def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is traced."""
-        return _storage_id(tensor) in self._records or _storage_id(tensor) in self._twins
 
     # Recording
 
@@ -232,14 +227,15 @@ class Tracer(TorchDispatchMode):
         self._records[_storage_id(out)] = Record(out.detach(), pieces)
         return as_traced(out, device)
 
-    def _is_traced(self, tensor: torch.Tensor) -> bool:
+    def is_traced(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has no values but a record."""
         sid = _storage_id(tensor)
         return sid in self._records or sid in self._twins
 
     def _is_any_traced(self, values: Iterable[Any]) -> bool:
         for value in values:
             if isinstance(value, torch.Tensor):
-                if self._is_traced(value):
+                if self.is_traced(value):
                     return True
             elif isinstance(value, list | tuple) and self._is_any_traced(value):
                 return True
@@ -250,12 +246,14 @@ class Tracer(TorchDispatchMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if not self._is_any_traced(args) and not (kwargs and self._is_any_traced(kwargs.values())):
+            if func is aten.scalar_tensor.default and str(kwargs.get("device")) == "meta":
+                kwargs["device"] = None  # the number of ``traced[0] = 1``, whose value has to be kept
             return func(*args, **kwargs)
         tensors = _flatten([*args, *kwargs.values()])
-        traced = [self._twin_of(t) for t in tensors if self._is_traced(t)]
+        traced = [self._twin_of(t) for t in tensors if self.is_traced(t)]
         device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else tensors[0].device
         if func in _DATA or (func is aten.index.Tensor and any(_is_bool(t) for t in traced)):
-            if (known := self._known_arguments(args, kwargs)) is not None:
+            if (known := self._known.arguments(args, kwargs)) is not None:
                 return func(*known[0], **known[1])
             raise NeedsData(str(func), self.sources_of(traced))
         if func is aten.copy_.default:
@@ -270,7 +268,7 @@ class Tracer(TorchDispatchMode):
             return self._taken(args[0], *at, device)
         if func in _ELEMENTWISE or func in _ELEMENTWISE_IN_PLACE:
             scalars = self._scalars(args[1:], kwargs)
-            if scalars is not None and self._is_traced(args[0]):
+            if scalars is not None and self.is_traced(args[0]):
                 return self._elementwise(func, args[0], scalars, device)
         return self._other(func, args, kwargs, traced, device)
 
@@ -314,14 +312,14 @@ class Tracer(TorchDispatchMode):
     def _rows(self, tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> tuple[int, list[int]] | None:
         """Dim and rows of an indexing along one dim by values that are known."""
         given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
-        if len(given) != 1 or not self._is_traced(tensor):
+        if len(given) != 1 or not self.is_traced(tensor):
             return None
         [(dim, index)] = given
         if index.dim() != 1 or index.numel() > _MAX_ROWS or index.is_floating_point() or _is_bool(index):
             return None
         try:
-            rows = self._known(index).tolist()
-        except _NotKnown:
+            rows = self._known.value(index).tolist()
+        except NotKnown:
             return None
         extent = tensor.shape[dim]
         rows = [row + extent if row < 0 else row for row in rows]
@@ -363,7 +361,7 @@ class Tracer(TorchDispatchMode):
         """Views pass, and ops on known values run for real; every other op is opaque: its results depend on all of its
         traced inputs."""
         pure = not func._schema.is_mutable and not _is_view(func)
-        if pure and (known := self._known_arguments(args, kwargs)) is not None:
+        if pure and (known := self._known.arguments(args, kwargs)) is not None:
             return func(*known[0], **known[1])
         low_args = self._lowered(args)
         low_kwargs = {k: self._lowered(v) for k, v in kwargs.items() if k != "device"}
@@ -382,46 +380,10 @@ class Tracer(TorchDispatchMode):
             self._write(target, [Piece(Opaque(str(func), sources), _between(target, target))])
         return written[0] if len(func._schema.returns) == 1 else result
 
-    def _known_arguments(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        """The arguments with real tensors in the place of traced ones, if no source has touched any of them: tables
-        that were made with the model (which experts are here) can be read."""
-        try:
-            return self._known(args), {k: self._known(v) for k, v in kwargs.items()}
-        except _NotKnown:
-            return None
-
-    def _known(self, value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return type(value)(self._known(v) for v in value)
-        if not isinstance(value, torch.Tensor) or not self._is_traced(value):
-            return value
-        record = self._records.get(_storage_id(value))
-        pieces = record.pieces if record is not None else ()
-        if not all(self._has_value(p) for p in pieces) or value.numel() * value.element_size() > _SMALL_NBYTES:
-            raise _NotKnown
-        out = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-        raw = out.reshape(-1).view(torch.uint8)
-        for piece in self.read(value):
-            c, root = piece.copy, piece.root
-            target = _side(raw, c.shape, c.dst_strides, c.dst_offset, c.dst_itemsize)
-            if isinstance(root, Constant) and not isinstance(root.value, torch.Tensor):
-                if c.dst_itemsize != value.element_size():
-                    raise _NotKnown
-                target.copy_(torch.tensor([root.value], dtype=value.dtype).view(torch.uint8))
-            else:
-                origin = self._creations[root.key] if isinstance(root, Creation) else root.value  # type: ignore[union-attr]
-                target.copy_(_side(origin, c.shape, c.src_strides, c.src_offset, c.src_itemsize))
-        return out
-
-    def _has_value(self, piece: Piece) -> bool:
-        if isinstance(piece.root, Creation):
-            return piece.root.key in self._creations and not piece.program
-        return isinstance(piece.root, Constant) and not piece.program
-
     def _lowered(self, value: Any) -> Any:
         """Traced tensors as plain meta tensors; real operands follow them there."""
         if isinstance(value, torch.Tensor):
-            if self._is_traced(value):
+            if self.is_traced(value):
                 return self._twin_of(value)
             return value.to("meta") if value.device.type != "meta" and value.dim() else value
         return type(value)(self._lowered(v) for v in value) if isinstance(value, list | tuple) else value
@@ -437,21 +399,9 @@ class Tracer(TorchDispatchMode):
         return as_traced(result, device)
 
 
-class _NotKnown(Exception):
-    """A tensor has no values that are known while tracing."""
-
-
 def _is_view(func: Any) -> bool:
     returns = func._schema.returns
     return any(r.alias_info is not None for r in returns) or func is aten.detach.default
-
-
-def _side(
-    raw: torch.Tensor, shape: Sequence[int], strides: Sequence[int], offset: int, itemsize: int
-) -> torch.Tensor:
-    """One side of a pure copy, as bytes."""
-    view = torch.empty(0, dtype=torch.uint8, device=raw.device)
-    return view.set_(raw.untyped_storage(), offset, (*shape, itemsize), (*strides, 1))
 
 
 def _is_bool(tensor: torch.Tensor) -> bool:

@@ -99,9 +99,10 @@ def _view(path: Path, name: str, layout: Layout, rank: int, blob: Path) -> dict[
     from fidelity.models import ALL
     from harness.checkpoints import read_weights
     from vllm_nixl_plugin.encoding import encode_plan
+    from vllm_nixl_plugin.findings import demote
     from vllm_nixl_plugin.loadtrace import trace_load
     from vllm_nixl_plugin.planning import make_plan
-    from vllm_nixl_plugin.selfcheck import SelfCheck, demote
+    from vllm_nixl_plugin.selfcheck import SelfCheck
     from vllm_nixl_plugin.wire import Manifest, WeightSpec
 
     odd.register()

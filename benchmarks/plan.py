@@ -142,8 +142,9 @@ def main() -> None:
     cache = PlanCache(plan)
 
     def through_cache() -> Any:
-        cache.start(manifest.digest(), text)
-        while (made := cache.poll(manifest.digest())) is None:
+        digest = manifest.digest()
+        cache.start(digest, text)
+        while (made := cache.poll(digest)) is None:
             time.sleep(0.02)
         return made
 

@@ -26,6 +26,7 @@ from vllm_nixl_plugin.noise import Noise
 from vllm_nixl_plugin.plane import WorkerPlane
 from vllm_nixl_plugin.planning import Fill, TracedDestination, make_plan
 from vllm_nixl_plugin.repeats import Repeats
+from vllm_nixl_plugin.scratch import Scratch
 from vllm_nixl_plugin.settings import WorkerSettings, self_check_mode
 from vllm_nixl_plugin.tracing import Piece, Source
 from vllm_nixl_plugin.wire import Manifest, Step, WeightSpec
@@ -112,30 +113,46 @@ def test_of_many_weights_that_are_alike_a_sample_takes_the_first_and_the_last():
 # Data
 
 
+def room(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def test_scratch_memory_is_used_again_and_new_memory_taken_where_it_ends():
+    scratch = Scratch()
+    scratch.reserve(200)
+    first, second, third = scratch.take(100), scratch.take(60), scratch.take(20)
+    assert second.data_ptr() - first.data_ptr() == 128
+    assert first.untyped_storage().nbytes() == 100
+    assert third.data_ptr() not in range(first.data_ptr(), first.data_ptr() + 200)
+    scratch.reset()
+    assert scratch.take(1).data_ptr() == first.data_ptr()
+    assert scratch.take(0).numel() == 0
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float64",
                                    "float8_e8m0fnu", "complex64"])  # fmt: skip
 def test_random_floats_are_finite_and_the_same_for_one_number(dtype):
     noise = Noise()
     noise.make(100_000)
-    tensor = noise.tensor(spec("w", 301, 7, dtype=dtype), 3, quiet=False)
+    tensor = noise.tensor(spec("w", 301, 7, dtype=dtype), 3, room, quiet=False)
     values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).to(torch.float64)
     assert torch.isfinite(values).all()
     assert len(values.unique()) > 50
-    again = noise.tensor(spec("w", 301, 7, dtype=dtype), 3, quiet=True)
+    again = noise.tensor(spec("w", 301, 7, dtype=dtype), 3, room, quiet=True)
     assert torch.equal(tensor.view(torch.uint8), again.view(torch.uint8))
-    other = noise.tensor(spec("w", 301, 7, dtype=dtype), 4, quiet=False)
+    other = noise.tensor(spec("w", 301, 7, dtype=dtype), 4, room, quiet=False)
     assert not torch.equal(tensor.view(torch.uint8), other.view(torch.uint8))
 
 
 def test_random_integers_are_any_or_none():
     noise = Noise()
     noise.make(1 << 30)  # the pool is smaller
-    large = noise.tensor(spec("w", 20_000_000, dtype="int32"), 1, quiet=False)
+    large = noise.tensor(spec("w", 20_000_000, dtype="int32"), 1, room, quiet=False)
     assert large.min() < 0 < large.max()
     assert not torch.equal(large[:4_000_000], large[16_000_000:])
-    assert not noise.tensor(spec("w", 10, dtype="int64"), 1, quiet=True).any()
-    assert noise.tensor(spec("w", 1000, dtype="bool"), 1, quiet=False).sum() in range(400, 600)
-    assert noise.tensor(spec("w", 0), 1, quiet=False).numel() == 0
+    assert not noise.tensor(spec("w", 10, dtype="int64"), 1, room, quiet=True).any()
+    assert noise.tensor(spec("w", 1000, dtype="bool"), 1, room, quiet=False).sum() in range(400, 600)
+    assert noise.tensor(spec("w", 0), 1, room, quiet=False).numel() == 0
 
 
 def test_copies_and_programs_are_carried_out_as_a_trainer_does():

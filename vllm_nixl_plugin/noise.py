@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import torch
 
 from vllm_nixl_plugin.planning import dtype_of
@@ -37,15 +40,17 @@ class Noise:
             torch.bitwise_and(part, mask, out=target[done : done + part.numel()])
             done, start = done + part.numel(), 0
 
-    def tensor(self, spec: WeightSpec, number: int, *, quiet: bool) -> torch.Tensor:
-        """A contiguous tensor of its own: any integers, or zeros when ``quiet``; floats are finite."""
+    def tensor(
+        self, spec: WeightSpec, number: int, take: Callable[[int], torch.Tensor], *, quiet: bool
+    ) -> torch.Tensor:
+        """A contiguous tensor in memory from ``take`` (bytes): any integers, or zeros when ``quiet``; floats are
+        finite."""
         dtype, shape = dtype_of(spec.dtype), tuple(spec.shape)
         floating = dtype.is_floating_point or dtype.is_complex
+        raw = take(math.prod(shape) * dtype.itemsize)
         if quiet and not floating:
-            return torch.zeros(shape, dtype=dtype)
-        out = torch.empty(shape, dtype=dtype)
-        raw = out.view(-1).view(torch.uint8)
-        if dtype is torch.bool:
+            raw.zero_()
+        elif dtype is torch.bool:
             self.write(raw, number, 1)
         elif floating:
             # Without the highest bit of the exponent a float is finite and below 2.
@@ -55,4 +60,4 @@ class Noise:
             self.write(raw.view(words), number, mask)
         else:
             self.write(raw, number, 0xFF)
-        return out
+        return raw.view(dtype).view(shape)

@@ -27,6 +27,7 @@ from vllm_nixl_plugin.loadunits import LoadUnits, Unit
 from vllm_nixl_plugin.memory import available_nbytes
 from vllm_nixl_plugin.noise import Noise
 from vllm_nixl_plugin.planning import Planned, TracedDestination
+from vllm_nixl_plugin.scratch import Scratch
 from vllm_nixl_plugin.twin import Twin, config_context
 from vllm_nixl_plugin.wire import WeightSpec
 
@@ -56,6 +57,7 @@ class SelfCheck:
         self._passed: set[Hashable] = set()
         self.paths: dict[int, tuple[str, ...]] = {}
         self.noise = Noise()
+        self.scratch = Scratch()
 
     def check(self, weights: Sequence[WeightSpec], traced: Sequence[TracedDestination], planned: Planned) -> Findings:
         """Compare loading with the plan. Errors: PlanRefused, where not even the loader itself can be relied on."""
@@ -67,6 +69,7 @@ class SelfCheck:
         units = LoadUnits(weights, traced, planned, self.paths, _kinds(self.twin, self.paths))
         findings.units = len(units.all)
         self.noise.make(max((units.nbytes(Unit((n,), ()), _SIZES) for n in range(len(weights))), default=0))
+        self.scratch.reserve(max((self._nbytes(units, unit) for unit in units.all), default=0))
         comparison = _Comparison(self, units, planned, findings)
         try:
             with self._stream():
@@ -76,6 +79,7 @@ class SelfCheck:
         finally:
             self.twin.restore()
             self.noise.release()
+            self.scratch.reserve(0)
             if self.twin.device.type == "cuda":
                 torch.cuda.empty_cache()
         findings.seconds = time.perf_counter() - begin
@@ -85,6 +89,10 @@ class SelfCheck:
                 ", ".join(demotion.names[:5]), demotion.reason, len(demotion.weights),
             )  # fmt: skip
         return findings
+
+    def _nbytes(self, units: LoadUnits, unit: Unit) -> int:
+        """Of a unit's storages twice and its weights once."""
+        return 2 * sum(self.twin.storages[key].nbytes for key in unit.storages) + units.nbytes(unit, _SIZES)
 
     def _check_kind(self, signature: Hashable, alike: Sequence[Unit], comparison: _Comparison) -> None:
         picked = alike if self.mode == "full" else list(dict.fromkeys((alike[0], alike[-1])))
@@ -194,6 +202,7 @@ class _Comparison:
         nbytes = sum(twin.storages[key].nbytes for key in unit.storages)
         device = owner.room_for(3 * nbytes)
         whole = len(chosen) == len(unit.weights)
+        owner.scratch.reset()
         real = {key: self._created(key, device, whole=whole) for key in unit.storages}
         by_plan = {key: self._created(key, device, whole=whole) for key in unit.storages}
         fallback = self._fallback | more
@@ -206,7 +215,8 @@ class _Comparison:
             for number in chosen:
                 spec = self.units.weights[number]
                 if names(spec.name):
-                    value = owner.noise.tensor(spec, number, quiet=spec.name in self._fallback)
+                    quiet = spec.name in self._fallback
+                    value = owner.noise.tensor(spec, number, owner.scratch.take, quiet=quiet)
                     if also_by_plan and spec.name not in fallback:
                         self._carry_out(number, value, by_plan)
                     yield spec.name, value
@@ -223,7 +233,10 @@ class _Comparison:
         device = device if info.device.type == self.twin.device.type else info.device
         if isinstance(info.value, torch.Tensor):
             return info.value.to(device, copy=True)
-        memory = torch.empty(info.nbytes, dtype=torch.uint8, device=device)
+        if device.type == "cpu":
+            memory = self.owner.scratch.take(info.nbytes)
+        else:
+            memory = torch.empty(info.nbytes, dtype=torch.uint8, device=device)
         if info.value is not None:
             memory.view(info.dtype).fill_(info.value)
         elif not (whole and self.units.covers(key, info.nbytes)):

@@ -18,16 +18,17 @@ import hashlib
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainer_client.control import Control
+from trainer_client.exchange import Entry
 from trainer_client.group import RankGroup
 from trainer_client.link import Link, Offering, Plans, Stock, Target, refuse_unused
 from trainer_client.progress import Progress
-from trainer_client.report import SERVER_STAGES, RankReport, ServerReport
+from trainer_client.report import SERVER_STAGES, RankReport, ServerReport, Span
 from trainer_client.team import DRAIN_S, Team, pack_bindings
 from trainer_client.transfer import Transfer
 from vllm_nixl_plugin.errors import (
@@ -102,9 +103,10 @@ def deliver(
 
     ``before``: what the push has taken so far, by stage.
     """
-    push = _Push(server, group, team, stock, options, progress, cancel)
-    push.seconds |= before
     begin = time.monotonic()
+    push = _Push(server, group, team, stock, options, progress, cancel, begin - sum(before.values()))
+    for stage, seconds in before.items():
+        push.note(stage, begin - sum(before.values()) + sum(push.seconds.values()), seconds)
     error: PushWeightsError | None = None
     try:
         try:
@@ -122,7 +124,7 @@ def deliver(
     return ServerReport(
         server=server.control.server, version=options.version if error is None else _served(server.control, error),
         nbytes=sum(rank.nbytes for rank in push.ranks), packed_nbytes=sum(rank.packed_nbytes for rank in push.ranks),
-        seconds=dict(push.seconds), ranks=push.ranks,
+        seconds=dict(push.seconds), ranks=push.ranks, spans=tuple(push.spans),
         error=None if error is None else error.message, error_code=None if error is None else error.code,
         stale=push.stale,
     )  # fmt: skip
@@ -140,13 +142,17 @@ class _Push:
         options: Options,
         progress: Progress,
         cancel: threading.Event,
+        called: float,
     ) -> None:
+        """``called``: when the push was, on time.monotonic."""
         self._server, self._group, self._team, self._stock = server, group, team, stock
         self._options, self._progress, self._cancel = options, progress, cancel
         self._control, self._link = server.control, server.link
         self._deadline = time.monotonic() + options.timeout_s
         self._lost: PushWeightsError | None = None
+        self._called = called
         self.seconds: dict[str, float] = {}
+        self.spans: list[Span] = []
         self.ranks: tuple[RankReport, ...] = ()
         self.stale: tuple[str, ...] = ()
 
@@ -245,13 +251,31 @@ class _Push:
         sent = transfer.run(
             opened.update_id, self._deadline, check=self._check, progress=lambda n: self._progress.add(server, n)
         )
-        own = RankReport(0, sent.nbytes, sent.packed_nbytes, time.monotonic() - begin)
+        took = time.monotonic() - begin
+        own = RankReport(0, sent.nbytes, sent.packed_nbytes, took, self._since(begin, sent.spans))
         answers = self._team.answers(self._check)
-        self.ranks = (own, *(RankReport(rank, a["nbytes"], a["packed_nbytes"], a["seconds"])
-                             for rank, a in enumerate(answers, 1)))  # fmt: skip
+        self.ranks = (own, *(self._rank(rank, a, begin) for rank, a in enumerate(answers, 1)))
         pack_s, wire_s = max([(sent.pack_s, sent.wire_s), *((a["pack_s"], a["wire_s"]) for a in answers)], key=sum)
         self.seconds |= {"pack": pack_s, "wire": wire_s}
-        self.seconds["join"] = max(time.monotonic() - begin - pack_s - wire_s, 0.0)
+        joined = time.monotonic()
+        self.seconds["join"] = max(joined - begin - pack_s - wire_s, 0.0)
+        self.spans.append(self._span("join", joined - self.seconds["join"], self.seconds["join"]))
+
+    def _rank(self, rank: int, answer: Entry, begin: float) -> RankReport:
+        """What another rank says of itself. Its clock may be another: it began when it was told to, about ``begin``."""
+        spans = self._since(begin, [Span(**span) for span in answer["spans"]])
+        return RankReport(rank, answer["nbytes"], answer["packed_nbytes"], answer["seconds"], spans)
+
+    def _since(self, begin: float, spans: Iterable[Span]) -> tuple[Span, ...]:
+        return tuple(replace(span, start=begin - self._called + span.start) for span in spans)
+
+    def _span(self, stage: str, begin: float, seconds: float) -> Span:
+        return Span(stage, begin - self._called, seconds)
+
+    def note(self, stage: str, begin: float, seconds: float) -> None:
+        """``stage`` ran from ``begin``, on time.monotonic."""
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+        self.spans.append(self._span(stage, begin, seconds))
 
     def _finish(self, status: UpdateStatus, asked: float) -> None:
         """Wait until the server has installed the update, or raise what kept it from it. ``asked``: when it was."""
@@ -264,11 +288,12 @@ class _Push:
                     "the server goes on by itself, ask for its status"
                 )
             status = self._control.update(status.update_id, min(left, POLL_S))
+        at = asked
         for stage, timing in SERVER_STAGES.items():
             if timing in status.timings:
-                self.seconds[stage] = status.timings[timing]
-        known = sum(self.seconds.get(stage, 0.0) for stage in SERVER_STAGES)
-        self.seconds["commit"] = max(time.monotonic() - asked - known, 0.0)
+                self.note(stage, at, status.timings[timing])
+                at += status.timings[timing]
+        self.note("commit", at, max(time.monotonic() - at, 0.0))
         if status.state != "done":
             if status.error:
                 raise from_wire({"error": status.error})
@@ -294,7 +319,7 @@ class _Push:
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - begin
+            self.note(name, begin, time.monotonic() - begin)
 
     @contextmanager
     def _aborting(self, opened: UpdateOpened) -> Iterator[None]:

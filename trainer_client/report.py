@@ -1,13 +1,17 @@
 """What a push did: bytes and seconds per stage and server, and who serves which version now.
 
 `WeightClient.push_weights` fills one `ServerReport` per server and returns them as a `PushReport`, also inside the
-`PushFailed` error. Numbers only; ``str(report)`` is a table for people, ``to_dict()`` is for logs.
+`PushFailed` error. Numbers only; ``str(report)`` is a table for people, ``to_dict()`` is for logs, ``save_trace`` and
+``to_html`` draw its timeline (see `trainer_client.timeline`).
 """
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 STAGES = (
@@ -31,13 +35,37 @@ SERVER_STAGES = {"prepare": "wait_s", "pause": "pause_s", "install": "install_s"
 
 
 @dataclass(frozen=True)
+class Span:
+    """A stretch of time in a push, for `trainer_client.timeline`. ``start``: seconds since the call of the push.
+
+    ``name``: a stage. ``worker``: of the server, whose bytes these are; None where it is no single one's.
+    """
+
+    name: str
+    start: float
+    seconds: float
+    nbytes: int = 0
+    worker: int | None = None
+
+
+@dataclass(frozen=True)
 class RankReport:
-    """What one rank of the trainer sent. ``seconds``: from its order to its last completed write."""
+    """What one rank of the trainer sent. ``seconds``: from its order to its last completed write.
+
+    ``spans``: every filling of a send buffer (``pack``), and for each worker the time from the first post to its last
+    completed write (``wire``). Those of other ranks than 0 are laid from the moment that rank 0 gave the order.
+    """
 
     rank: int
     nbytes: int
     packed_nbytes: int
     seconds: float
+    spans: tuple[Span, ...] = ()
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RankReport:
+        """The report of which these are ``asdict``."""
+        return cls(**dict(values) | {"spans": _spans(values)})
 
 
 @dataclass(frozen=True)
@@ -58,6 +86,8 @@ class ServerReport:
     ranks: tuple[RankReport, ...] = ()
     stale: tuple[str, ...] = ()
     """Models of the server for which the push had no weights, and which keep theirs: ``draft``."""
+    spans: tuple[Span, ...] = ()
+    """When which stage ran; a stage that ran twice has two. The server's own are laid behind the commit's request."""
 
     @property
     def ok(self) -> bool:
@@ -70,14 +100,14 @@ class ServerReport:
             "server": self.server, "version": self.version, "ok": self.ok, "nbytes": self.nbytes,
             "packed_nbytes": self.packed_nbytes, "seconds": dict(self.seconds), "error": self.error,
             "error_code": self.error_code, "ranks": [asdict(rank) for rank in self.ranks],
-            "stale": list(self.stale),
+            "stale": list(self.stale), "spans": [asdict(span) for span in self.spans],
         }  # fmt: skip
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ServerReport:
         """The report of which these are `to_dict`."""
-        ranks = tuple(RankReport(**rank) for rank in values["ranks"])
-        shaped = {"ranks": ranks, "stale": tuple(values["stale"])}
+        ranks = tuple(RankReport.from_dict(rank) for rank in values["ranks"])
+        shaped = {"ranks": ranks, "stale": tuple(values["stale"]), "spans": _spans(values)}
         return cls(**{name: value for name, value in values.items() if name != "ok"} | shaped)
 
 
@@ -126,6 +156,18 @@ class PushReport:
         servers = tuple(ServerReport.from_dict(server) for server in values["servers"])
         return cls(values["version"], values["mode"], servers, values["nbytes"], values["seconds"])
 
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the timeline of the push as Chrome trace events (JSON), for Perfetto or ``chrome://tracing``."""
+        from trainer_client.timeline import trace
+
+        Path(path).write_text(json.dumps(trace(self)), encoding="utf-8")
+
+    def to_html(self) -> str:
+        """The timeline of the push as a page of its own, with a table of all numbers; it loads nothing."""
+        from trainer_client.timeline import page
+
+        return page(self)
+
     def __str__(self) -> str:
         shown = [stage for stage in STAGES if any(stage in server.seconds for server in self.servers)]
         rows = [["server", "version", "bytes", "packed", *(f"{stage} s" for stage in shown)]]
@@ -152,6 +194,10 @@ class PushReport:
                   for s in self.servers if s.stale]  # fmt: skip
         lines += [f"{s.server}: {s.error_code or 'error'}: {s.error}" for s in self.servers if s.error is not None]
         return "\n".join(lines)
+
+
+def _spans(values: Mapping[str, Any]) -> tuple[Span, ...]:
+    return tuple(Span(**span) for span in values.get("spans", ()))
 
 
 def format_nbytes(nbytes: int) -> str:

@@ -14,7 +14,7 @@ call `drain`, and touch neither sources nor buffers unless it returns True or th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -26,6 +26,7 @@ import numpy.typing as npt
 from trainer_client.batching import Runs
 from trainer_client.packing import PreparedBatch
 from trainer_client.registration import BUFFERS, Place, SendBuffers, SourceMemory
+from trainer_client.report import Span
 from trainer_client.routing import Route
 from vllm_nixl_plugin.encoding import encode_landed
 from vllm_nixl_plugin.errors import DeadlineExceeded, FabricError, InvalidRequest
@@ -39,16 +40,22 @@ WRITE_NBYTES = 256 << 20
 WRITE_RUNS = 1 << 16
 """A direct write is closed when it has this many bytes or runs, so that its completion can be reported."""
 TICK_S = 0.1
+MAX_SPANS = 64
 
 
 @dataclass
 class Sent:
-    """What a run did. ``wire_s``: from the first post to the last completion, less ``pack_s``."""
+    """What a run did. ``wire_s``: from the first post to the last completion, less ``pack_s``.
+
+    ``spans``: what was packed when and for whom, and when writes were under way to each worker; from the begin of the
+    run. A completion is seen when it is waited for.
+    """
 
     nbytes: int = 0
     packed_nbytes: int = 0
     pack_s: float = 0.0
     wire_s: float = 0.0
+    spans: tuple[Span, ...] = ()
 
 
 @dataclass
@@ -60,6 +67,7 @@ class Lane:
     route: Route
     direct: list[Write] = field(default_factory=list)
     posts: int = 0
+    first_post: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,11 @@ class _Packed:
     slot: tuple[str, int]
     batch: PreparedBatch
     writes: tuple[Write, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are written from the buffer."""
+        return sum(write.nbytes for write in self.writes)
 
 
 class Transfer:
@@ -112,6 +125,7 @@ class Transfer:
         busy: dict[tuple[str, int], tuple[Write, ...]] = {}
         self._posted = []
         watch = _Watch(self._posted, deadline, check, progress)
+        fills: list[Span] = []
         for lane in self._lanes:
             lane.posts = 0
             for write in lane.direct:
@@ -122,13 +136,27 @@ class Transfer:
             with apart(self._devices):
                 packed.batch.fill()
                 synchronize(packed.slot[0])
-            sent.pack_s += time.monotonic() - filling
+            filled = time.monotonic() - filling
+            sent.pack_s += filled
+            fills.append(Span("pack", filling - begin, filled, packed.nbytes, packed.lane.binding.worker))
             for write in packed.writes:
                 self._post(packed.lane, write, update_id)
             busy[packed.slot] = packed.writes
         watch.wait(self._posted)
         sent.wire_s = max(time.monotonic() - begin - sent.pack_s, 0.0)
+        sent.spans = (*_fewer(fills), *self._under_way(begin, watch.done_at))
         return sent
+
+    def _under_way(self, begin: float, done_at: Mapping[int, float]) -> Iterator[Span]:
+        """For each worker, from the first post to the last completion that was seen."""
+        writes: dict[int, list[Write]] = {id(lane): list(lane.direct) for lane in self._lanes}
+        for packed in self._packed:
+            writes[id(packed.lane)] += packed.writes
+        for lane in self._lanes:
+            if mine := writes[id(lane)]:
+                end = max(done_at[id(write)] for write in mine)
+                start = lane.first_post - begin
+                yield Span("wire", start, end - lane.first_post, lane.route.nbytes, lane.binding.worker)
 
     def drain(self, timeout_s: float) -> bool:
         """Wait for what is under way after a failed run.
@@ -157,6 +185,8 @@ class Transfer:
 
     def _post(self, lane: Lane, write: Write, update_id: str) -> None:
         landed = Landed(update_id=update_id, sequence=lane.posts, nbytes=write.nbytes, plan=lane.plan[:16])
+        if not lane.posts:
+            lane.first_post = time.monotonic()
         lane.posts += 1
         self._posted.append(write)
         write.post(encode_landed(landed))
@@ -225,6 +255,8 @@ class _Watch:
         self._check, self._progress = check, progress
         self._seen = 0
         self._untold: list[Write] = []
+        self.done_at: dict[int, float] = {}
+        """When writes were first seen to be done, by id."""
 
     def wait(self, writes: Sequence[Write]) -> None:
         """Until all of ``writes`` are done. Errors: FabricError, DeadlineExceeded."""
@@ -245,8 +277,9 @@ class _Watch:
     def _tell(self) -> None:
         self._untold += self._posted[self._seen :]
         self._seen = len(self._posted)
-        if nbytes := sum(write.nbytes for write in self._untold if write.state == "done"):
-            self._progress(nbytes)
+        if done := [write for write in self._untold if write.state == "done"]:
+            self.done_at |= dict.fromkeys(map(id, done), time.monotonic())
+            self._progress(sum(write.nbytes for write in done))
             self._untold = [write for write in self._untold if write.state != "done"]
 
     def _too_late(self) -> DeadlineExceeded:
@@ -255,6 +288,16 @@ class _Watch:
             f"{moving} of {len(self._posted)} writes were still in flight when the time of this push ran out: raise "
             "timeout_s, or look for a stopped server"
         )
+
+
+def _fewer(spans: list[Span]) -> Iterator[Span]:
+    """At most `MAX_SPANS`, by laying neighbours together."""
+    step = -(-len(spans) // MAX_SPANS) or 1
+    for at in range(0, len(spans), step):
+        first, *_, last = part = [*spans[at : at + step], spans[min(at + step, len(spans)) - 1]]
+        worker = first.worker if {span.worker for span in part} == {first.worker} else None
+        nbytes = sum(span.nbytes for span in part[:-1])
+        yield Span(first.name, first.start, last.start + last.seconds - first.start, nbytes, worker)
 
 
 def _chunks(runs: Runs) -> Iterable[Runs]:

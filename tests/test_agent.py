@@ -101,6 +101,29 @@ def test_several_writes_of_different_sizes_are_awaited_together(pair: Pair) -> N
     wait_all([], 0)
 
 
+def test_a_read_brings_the_bytes_here_and_the_owner_hears_nothing(pair: Pair) -> None:
+    source, target = pair.buffer(1 << 18), pair.target("target-1", 1 << 18)
+    pair.initiator.connect(target.metadata)
+    ends = ranges(source.ctypes.data, [0], 1 << 18), ranges(target.address, [0], 1 << 18)
+    write = pair.initiator.prepare_write("target-1", *ends)
+    write.post(b"there")
+    write.wait(TIMEOUT_S)
+    sent = source.copy()
+    read = pair.initiator.prepare_read("target-1", *reversed(ends))
+    assert read.nbytes == 1 << 18
+    for _ in range(2):  # it can be posted again
+        source[:] = 0
+        read.post()
+        read.wait(TIMEOUT_S)
+        assert np.array_equal(source, sent)
+    assert collect(target, 1) == [("initiator-1", b"there")]
+    with pytest.raises(FabricError, match="carries no message"):
+        read.post(b"back")
+    registration = pair.initiator.register([region_of(source)])
+    with pytest.raises(FabricError, match="release the write first"):
+        registration.release()
+
+
 def test_a_message_can_travel_without_a_write(pair: Pair) -> None:
     target = pair.target("target-1", 16)
     pair.initiator.connect(target.metadata)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from vllm_nixl_plugin.errors import FabricError, RegistrationFailed
-from vllm_nixl_plugin.fabric import REGISTRATION_HINT, Descriptors, Fabric, Region, Write
+from vllm_nixl_plugin.fabric import REGISTRATION_HINT, Descriptors, Fabric, Read, Region, Write
 
 REMEDIES: Mapping[str, str] = {
     "nixlBackendError": "see the UCX and NIXL lines on stderr, and leave UCX_TLS unset",
@@ -133,16 +133,21 @@ class NixlAgent(Fabric):
         self._call("invalidateRemoteMD", name)
 
     def _prepare(self, remote: str, source: Descriptors, destination: Descriptors) -> Write:
+        handle = self._request(self._bindings.NIXL_WRITE, remote, source, destination, b"unposted")
+        return _NixlWrite(self, remote, source, destination, handle)
+
+    def _prepare_read(self, remote: str, source: Descriptors, destination: Descriptors) -> Read:
+        handle = self._request(self._bindings.NIXL_READ, remote, destination, source, b"")
+        return _NixlRead(self, remote, source, destination, handle)
+
+    def _request(self, kind: Any, remote: str, local: Descriptors, other: Descriptors, message: bytes) -> int:
         sides = []
-        for side in (source, destination):
+        for side in (local, other):
             rows = np.empty((len(side.addresses), 3), dtype=np.int64)
             rows[:, 0], rows[:, 1], rows[:, 2] = side.addresses, side.nbytes, side.device_id
             sides.append(self._bindings.nixlXferDList(self._segments[side.memory], rows))
-        detail = f" for {len(source.addresses)} ranges to {remote!r} ({source.memory} to {destination.memory})"
-        handle = self._call(
-            "createXferReq", self._bindings.NIXL_WRITE, *sides, remote, b"unposted", self._backends, detail=detail
-        )
-        return _NixlWrite(self, remote, source, destination, handle)
+        detail = f" for {len(local.addresses)} ranges with {remote!r} ({local.memory} here, {other.memory} there)"
+        return int(self._call("createXferReq", kind, *sides, remote, message, self._backends, detail=detail))
 
     def _send(self, remote: str, message: bytes) -> None:
         self._call("genNotif", remote, message, self._backends)
@@ -159,7 +164,9 @@ class NixlAgent(Fabric):
         self._nixl = None
 
 
-class _NixlWrite(Write):
+class _NixlHandle(Write):
+    """What writes and reads have in common."""
+
     def __init__(self, agent: NixlAgent, remote: str, source: Descriptors, destination: Descriptors, handle: int):
         super().__init__(agent, remote, source, destination)
         self._nixl, self._handle = agent, handle
@@ -178,6 +185,14 @@ class _NixlWrite(Write):
 
     def _free(self) -> None:
         self._nixl._call("releaseXferReq", self._handle)
+
+
+class _NixlWrite(_NixlHandle):
+    pass
+
+
+class _NixlRead(_NixlHandle, Read):
+    pass
 
 
 def load_nixl() -> Any:

@@ -3,6 +3,7 @@
 Target (a vLLM worker):      `register`, publish `metadata()`, read `notifications()`.
 Initiator (a trainer rank):  `register`, `connect(metadata)`, `prepare_write` once, then per update `post(message)` and
                              `wait_all`; at the end `release` the writes, `disconnect`, `close`.
+Reader (a worker catching up): the same with `prepare_read`; the owner of the memory need not do anything, nor hears.
 
 `agent.NixlAgent` is the real fabric and `memory_fabric.MemoryFabric` a fake that copies bytes within one process. What
 both keep:
@@ -89,7 +90,7 @@ class Registration:
         if self not in self._agent._registrations:
             return
         for write in tuple(self._agent._writes):
-            if any(write.source.overlaps(region) for region in self.regions):
+            if any(write.local.overlaps(region) for region in self.regions):
                 raise self._agent._error(f"memory cannot be deregistered under {write}; release the write first")
         self._free()
         self._agent._registrations.discard(self)
@@ -105,6 +106,11 @@ class Write(ABC):
         self.state: Literal["prepared", "in_flight", "done", "failed", "released"] = "prepared"
         self._agent = agent
         self._failure: FabricError | None = None
+
+    @property
+    def local(self) -> Descriptors:
+        """The side that is memory of this process."""
+        return self.source
 
     def __str__(self) -> str:
         return f"the {self.state} write of {self.nbytes:,} bytes from {self._agent.name!r} to {self.remote!r}"
@@ -160,6 +166,27 @@ class Write(ABC):
 
     @abstractmethod
     def _free(self) -> None: ...
+
+
+class Read(Write):
+    """A prepared READ, with the life of a write: ``source`` is memory at ``remote``, ``destination`` is ours."""
+
+    @property
+    def local(self) -> Descriptors:
+        """The side that is memory of this process."""
+        return self.destination
+
+    def __str__(self) -> str:
+        return f"the {self.state} read of {self.nbytes:,} bytes by {self._agent.name!r} from {self.remote!r}"
+
+    def post(self, message: bytes = b"") -> None:
+        """Start the transfer; nobody is told. Leave the destination alone until `done`."""
+        if message:
+            raise FabricError(f"{self}: a read carries no message")
+        if self.state not in ("prepared", "done"):
+            raise FabricError(f"{self} cannot be posted; wait for it, or prepare it again if it failed or was released")
+        self.state = "in_flight"
+        self._advance(lambda: self._start(b""))
 
 
 def wait_all(writes: Sequence[Write], timeout_s: float) -> None:
@@ -265,15 +292,25 @@ class Fabric(ABC):
 
     def prepare_write(self, remote: str, source: Descriptors, destination: Descriptors) -> Write:
         """Pair range by range the memory to read here with the memory to write at ``remote``."""
+        self._require_pairs(remote, source, destination)
+        write = self._prepare(remote, source, destination)
+        self._writes.add(write)
+        return write
+
+    def prepare_read(self, remote: str, source: Descriptors, destination: Descriptors) -> Read:
+        """Pair range by range the memory to read at ``remote`` with the memory to write here."""
+        self._require_pairs(remote, source, destination)
+        read = self._prepare_read(remote, source, destination)
+        self._writes.add(read)
+        return read
+
+    def _require_pairs(self, remote: str, source: Descriptors, destination: Descriptors) -> None:
         self._require_open(remote)
         shapes = {array.shape for side in (source, destination) for array in (side.addresses, side.nbytes)}
         if len(shapes) != 1 or source.nbytes.ndim != 1 or not source.nbytes.size:
             raise self._error(f"a write needs four arrays of one length above 0, not {sorted(shapes)}")
         if not np.array_equal(source.nbytes, destination.nbytes) or source.nbytes.min() <= 0:
             raise self._error(f"the sizes of a write to {remote!r} must be the same on both sides, and above 0")
-        write = self._prepare(remote, source, destination)
-        self._writes.add(write)
-        return write
 
     def notify(self, remote: str, message: bytes) -> None:
         """Send a message that belongs to no write."""
@@ -319,6 +356,9 @@ class Fabric(ABC):
 
     @abstractmethod
     def _prepare(self, remote: str, source: Descriptors, destination: Descriptors) -> Write: ...
+
+    @abstractmethod
+    def _prepare_read(self, remote: str, source: Descriptors, destination: Descriptors) -> Read: ...
 
     @abstractmethod
     def _send(self, remote: str, message: bytes) -> None: ...

@@ -17,7 +17,7 @@ import numpy as np
 
 from vllm_nixl_plugin.agent import REMEDIES
 from vllm_nixl_plugin.errors import FabricError, RegistrationFailed
-from vllm_nixl_plugin.fabric import REGISTRATION_HINT, Descriptors, Fabric, Region, Write
+from vllm_nixl_plugin.fabric import REGISTRATION_HINT, Descriptors, Fabric, Read, Region, Write
 
 
 @dataclass
@@ -57,7 +57,7 @@ class MemoryNetwork:
             self._frozen.discard(agent)
             for member in self._agents.values():
                 for write in tuple(member._writes):
-                    if isinstance(write, _MemoryWrite) and write.state == "in_flight":
+                    if isinstance(write, _MemoryHandle) and write.state == "in_flight":
                         write._land()
 
     def _fails(self, operation: str, agent: str) -> bool:
@@ -102,15 +102,22 @@ class MemoryFabric(Fabric):
         del self._peers[name]
 
     def _prepare(self, remote: str, source: Descriptors, destination: Descriptors) -> Write:
+        self._check(remote, source, destination)
+        return _MemoryWrite(self, remote, source, destination)
+
+    def _prepare_read(self, remote: str, source: Descriptors, destination: Descriptors) -> Read:
+        self._check(remote, destination, source)
+        return _MemoryRead(self, remote, source, destination)
+
+    def _check(self, remote: str, local: Descriptors, other: Descriptors) -> None:
         self._network._fails("prepare", self.name)
-        for side, regions in ((source, self._own()), (destination, self._peers[remote][1])):
+        for side, regions in ((local, self._own()), (other, self._peers[remote][1])):
             inside = np.zeros(len(side.addresses), dtype=bool)
             for region in regions:
                 ends = side.addresses + side.nbytes
                 inside |= (side.addresses >= region.address) & (ends <= region.address + region.nbytes)
             if side.memory != "DRAM" or not inside.all():
                 raise self._error(REMEDIES["nixlNotFoundError"], cause="nixlNotFoundError")
-        return _MemoryWrite(self, remote, source, destination)
 
     def _send(self, remote: str, message: bytes) -> None:
         self._network._fails("notify", self.name)
@@ -136,7 +143,9 @@ class MemoryFabric(Fabric):
         return target
 
 
-class _MemoryWrite(Write):
+class _MemoryHandle(Write):
+    """What writes and reads have in common."""
+
     def __init__(self, agent: MemoryFabric, remote: str, source: Descriptors, destination: Descriptors) -> None:
         super().__init__(agent, remote, source, destination)
         self._fabric, self._message, self._landed = agent, b"", False
@@ -153,7 +162,8 @@ class _MemoryWrite(Write):
             self._fabric._peer(self.remote)
             if not self._land():
                 return False
-            self._fabric._send(self.remote, self._message)
+            if self._message:
+                self._fabric._send(self.remote, self._message)
         return True
 
     def _land(self) -> bool:
@@ -169,3 +179,11 @@ class _MemoryWrite(Write):
 
     def _free(self) -> None:
         """Nothing is held."""
+
+
+class _MemoryWrite(_MemoryHandle):
+    pass
+
+
+class _MemoryRead(_MemoryHandle, Read):
+    pass

@@ -1,12 +1,15 @@
 """What a push costs beside its bytes when nothing but the values has changed, by stage, on a CPU with a real server.
 
+    python benchmarks/repush.py control   # a tiny model: nothing but control, with what is left beside the stages
     python benchmarks/repush.py tensors   # 40,000 tensors in 40,000 pieces of memory: many small experts
     python benchmarks/repush.py sharded   # 2 ranks (FSDP2) with 620 DTensors each, to a server of tensor parallel 2
 
 ``control`` is the whole push but for pack, wire and install; ``process``, a part of prepare, is vLLM's own processing
-of weights after loading and the comparison with what serves: work of the install too, done ahead of it. Each push is
-measured on an idle server; the table has the median of each stage. ``--profile`` prints where rank 0 spends the time
-of a push. Exits 1 above ``--goal``.
+of weights after loading and the comparison with what serves: work of the install too, done ahead of it. ``rest`` is
+what no stage explains, ``cpu`` the processor time of the trainer's process. Each push is measured on an idle server, or
+with ``--busy`` on one that generates for a client; the table has the median, the least and the most of each stage: on a
+machine that is shared, the least is what the work takes. ``--profile`` prints where rank 0 spends the time of a push.
+Exits 1 above ``--goal``.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 import gpu_measure as measure
+from gpu_load import Load
 from gpu_servers import get, server
 from gpu_trainer import Trainer
 from harness.server import TOKEN, close_launcher
@@ -82,12 +86,12 @@ def state_dict(config: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def table(title: str, pushes: list[dict[str, float]]) -> float:
-    """Print the medians; that of ``control`` in ms."""
+    """Print how long each stage took; the median of ``control`` in ms."""
     for push in pushes:
         push["control"] = push["total"] - sum(push.get(stage, 0.0) for stage in PAYLOAD)
-        push["not explained"] = push["total"] - sum(push.get(stage, 0.0) for stage in STAGES[:-1])
+        push["rest"] = push["total"] - sum(push.get(stage, 0.0) for stage in STAGES[:-1])
     print(f"\n{title}: median of {len(pushes)} pushes, ms")
-    for stage in (*STAGES, "process", "control", "not explained"):
+    for stage in (*STAGES, "process", "control", "rest", "cpu"):
         values = sorted(push.get(stage, 0.0) * 1e3 for push in pushes)
         print(f"  {stage:14} {statistics.median(values):9.2f}   (least {values[0]:.2f}, most {values[-1]:.2f})")
     return statistics.median(push["control"] for push in pushes) * 1e3
@@ -101,15 +105,26 @@ def processing_s(url: str) -> float:
 
 def tensors(args: argparse.Namespace, folder: Path) -> dict[str, float]:
     """One process with a state dict of many tensors."""
+    return state_dicts(args, folder, args.layers or 52, args.experts or 256)
+
+
+def tiny(args: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """One process with next to nothing to send."""
+    return state_dicts(args, folder, args.layers or 2, args.experts or 4)
+
+
+def state_dicts(args: argparse.Namespace, folder: Path, layers: int, experts: int) -> dict[str, float]:
+    """The same state dict again and again, in each mode."""
     import transformers as tf
 
-    path = experts_config(folder / "experts", args.layers, args.experts)
+    path = experts_config(folder / "experts", layers, experts)
     state = dict(state_dict(tf.AutoConfig.from_pretrained(path)))
     print(f"{len(state)} tensors, {sum(t.nbytes for t in state.values()) / 1e6:.0f} MB", flush=True)
     found = {}
     log = Path(args.log) if args.log else folder / "server.log"
     made = server(path, "--load-format", "dummy", device="cpu", eager=True, log=log)
     with made, WeightClient([made.url], token=TOKEN, progress=False) as client:
+        load = Load(made.url, 1, 100) if args.busy else None
         for mode in args.modes.split(","):
             begin = time.monotonic()
             first = client.push_weights(state, mode=mode)
@@ -118,15 +133,22 @@ def tensors(args: argparse.Namespace, folder: Path) -> dict[str, float]:
             profile = cProfile.Profile() if args.profile else None
             for _ in range(args.repeat):
                 gc.collect()
+                if load is not None:
+                    time.sleep(0.1)  # a server that generates again
                 if profile is not None:
                     profile.enable()
-                pushes.append(dict(client.push_weights(state, mode=mode).servers[0].seconds))
-                pushes[-1]["process"] = processing_s(made.url)
+                begin, cpu = time.monotonic(), time.process_time()
+                report = client.push_weights(state, mode=mode)
+                called = {"total": time.monotonic() - begin, "cpu": time.process_time() - cpu}
                 if profile is not None:
                     profile.disable()
-            found[mode] = table(f"{len(state)} tensors, {mode}", pushes)
+                pushes.append(dict(report.servers[0].seconds) | called | {"process": processing_s(made.url)})
+            found[mode] = table(f"{len(state)} tensors, {mode}{', generating' if load else ''}", pushes)
             if profile is not None:
                 pstats.Stats(profile).sort_stats("cumulative").print_stats(45)
+        if load is not None:
+            load.stop()
+            print(*load.errors, sep="\n")
     return found
 
 
@@ -157,21 +179,22 @@ def sharded(args: argparse.Namespace, folder: Path) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["tensors", "sharded"])
-    parser.add_argument("--layers", type=int, default=52)
-    parser.add_argument("--experts", type=int, default=256)
+    parser.add_argument("what", choices=["control", "tensors", "sharded"])
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--experts", type=int)
     parser.add_argument("--dense-layers", type=int, default=56)
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=10)
     parser.add_argument("--modes", default="in_place,shadow")
     parser.add_argument("--goal", type=float, default=50.0, help="ms")
+    parser.add_argument("--busy", action="store_true", help="push while the server generates")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--log", help="of the server")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            found = {"tensors": tensors, "sharded": sharded}[args.what](args, Path(folder))
+            found = {"control": tiny, "tensors": tensors, "sharded": sharded}[args.what](args, Path(folder))
         finally:
             close_launcher()
     fine = True

@@ -52,6 +52,7 @@ class LoadedModel:
         self._baseline: tuple[TracedDestination, ...] | None = None
         self._check: SelfCheck | None = None
         self._reach: dict[str, frozenset[int]] = {}
+        self._raw: dict[str, tuple[int, torch.Tensor]] = {}
 
     @property
     def origin(self) -> str:
@@ -200,19 +201,23 @@ class LoadedModel:
 
     def live_storage(self, destination: Destination) -> torch.Tensor:
         """The bytes that kernels read for a live destination. Errors: UnknownPlan when that is no longer so."""
-        record = self.record
-        found: torch.Tensor | None = None
+        record, first = self.record, destination.names[0]
+        tensor, storage = None, None
         for path in destination.names:
             tensor = record.tensor_at(path)
             if tensor is None or record.state.get(path) != geometry_of(tensor):
                 record.live.discard(path)
                 raise UnknownPlan(f"{path} no longer lies where it was loaded; plan again")
-            if found is not None and tensor.untyped_storage().data_ptr() != found.untyped_storage().data_ptr():
+            if storage is not None and tensor.untyped_storage().data_ptr() != storage.data_ptr():
                 record.live.discard(path)
-                raise UnknownPlan(f"{path} no longer shares its storage with {destination.names[0]}; plan again")
-            found = tensor
-        assert found is not None
-        if found.untyped_storage().nbytes() != destination.nbytes:
+                raise UnknownPlan(f"{path} no longer shares its storage with {first}; plan again")
+            storage = tensor.untyped_storage()
+        assert tensor is not None
+        assert storage is not None
+        if storage.nbytes() != destination.nbytes:
             record.live.difference_update(destination.names)
-            raise UnknownPlan(f"{destination.names[0]} is not as large as the weights that belong there; plan again")
-        return graph.raw_bytes(found)
+            raise UnknownPlan(f"{first} is not as large as the weights that belong there; plan again")
+        known = self._raw.get(first)
+        if known is None or known[0] != storage._cdata:  # a view, made once: every begin asks for hundreds
+            known = self._raw[first] = storage._cdata, graph.raw_bytes(tensor)
+        return known[1]

@@ -1,14 +1,13 @@
 """Clients that keep a server busy while weights are pushed to it: tokens, failures, and versions of outputs.
 
-Where the server has vLLM's token-in token-out route and its outputs tell their weight versions, the clients ask there;
-else at /v1/completions. `gpu_sharded` makes one `Load` for each server.
+The clients ask at /v1/completions, whose answers tell their versions in a header
+(vllm_nixl_plugin/versions.py). `gpu_sharded` makes one `Load` for each server.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from typing import Any
 
 import httpx
 
@@ -22,32 +21,28 @@ class Load:
         self.errors: list[str] = []
         self._url, self._n_tokens = url, n_tokens
         self._done: list[tuple[float, float, int]] = []
-        self._spans: list[list[dict[str, Any]] | None] = []
+        self._versions: list[list[str]] = []
         self._stop = threading.Event()
-        self._tells = self._ask(httpx.Client(timeout=60), spans=True) is not None
         self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(clients)]
         for thread in self._threads:
             thread.start()
 
-    def _ask(self, http: httpx.Client, *, spans: bool) -> list[dict[str, Any]] | None:
-        """One request; the versions of its output, if the server tells them. Errors: HTTPError."""
-        path, sampling = "/v1/completions", {"max_tokens": self._n_tokens, "ignore_eos": True, "temperature": 0}
-        body: dict[str, Any] = {"model": "model", "prompt": [5, 6, 7], **sampling}
-        if spans:
-            path, body = "/inference/v1/generate", {"token_ids": [5, 6, 7], "sampling_params": sampling}
-        answer = http.post(f"{self._url}{path}", json=body)
-        if answer.status_code in (404, 422) and spans:
-            return None
+    def _ask(self, http: httpx.Client) -> list[str]:
+        """One request; the versions of its output. Errors: HTTPError."""
+        body = {
+            "model": "model", "prompt": [5, 6, 7], "max_tokens": self._n_tokens, "ignore_eos": True, "temperature": 0,
+        }  # fmt: skip
+        answer = http.post(f"{self._url}/v1/completions", json=body)
         answer.raise_for_status()
-        found: list[dict[str, Any]] | None = answer.json()["choices"][0].get("weight_versions")
-        return found
+        told = answer.headers.get("x-weight-version", "")
+        return told.split(", ") if told else []
 
     def _run(self) -> None:
         with httpx.Client(timeout=120) as http:
             while not self._stop.is_set():
                 begin = time.perf_counter()
                 try:
-                    self._spans.append(self._ask(http, spans=self._tells))
+                    self._versions.append(self._ask(http))
                     self._done.append((begin, time.perf_counter(), self._n_tokens))
                 except httpx.HTTPError as error:
                     self.errors.append(repr(error)[:200])
@@ -66,13 +61,10 @@ class Load:
             thread.join(60)
 
     def versions_told(self, report: Report) -> bool:
-        """Whether every output told its versions; True where this vLLM tells none."""
-        if not self._tells:
-            report("load: outputs of this vLLM tell no weight versions")
-            return True
-        without = sum(not spans for spans in self._spans)
-        seen = {span["version"] for spans in self._spans for span in spans or ()}
-        crossing = sum(len(spans or ()) > 1 for spans in self._spans)
-        report(f"load: {len(self._spans)} outputs, {without} without versions, {len(seen)} versions seen, {crossing} "
-               "outputs of several")  # fmt: skip
+        """Whether every output told its versions."""
+        without = sum(not versions for versions in self._versions)
+        seen = {version for versions in self._versions for version in versions}
+        crossing = sum(len(versions) > 1 for versions in self._versions)
+        report(f"load: {len(self._versions)} outputs, {without} without versions, {len(seen)} versions seen, "
+               f"{crossing} outputs of several")  # fmt: skip
         return without == 0

@@ -62,7 +62,7 @@ def test_requests_flow_during_pushes_and_every_token_says_its_version(served, cl
             if answer.status_code != 200:
                 failures.append(answer.text)
                 return
-            outputs.append(answer.json())
+            outputs.append(answer.json() | {"told": answer.headers["x-weight-version"].split(", ")})
 
     threads = [threading.Thread(target=ask) for _ in range(3)]
     for thread in threads:
@@ -78,6 +78,8 @@ def test_requests_flow_during_pushes_and_every_token_says_its_version(served, cl
     assert not failures
     spans = [o["choices"][0]["weight_versions"] for o in outputs]
     assert all(spans)
+    for versions, output in zip(spans, outputs, strict=True):
+        assert {v["version"] for v in versions} <= set(output["told"])
     crossing = [s for s in spans if len(s) > 1]
     assert crossing, "no request was running during an install"
     for versions in spans:

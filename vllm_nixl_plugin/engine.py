@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
+import time
 import uuid
+from collections import deque
 from typing import Any
 
 from vllm_nixl_plugin import channel, errors
@@ -20,6 +22,7 @@ logger = logging.getLogger("vllm.nixl_plugin")
 RPC = "nixl_push_rpc"
 DYING_S = 2.0
 """How long a process that ends waits for its engine's end, to clear up behind it."""
+KEPT_VERSIONS = 256
 
 Answer = dict[str, Any]
 
@@ -27,21 +30,31 @@ Answer = dict[str, Any]
 class Engine:
     """All workers of all data-parallel engines that one API process reaches. Call `start` before anything else.
 
-    ``workers`` are their indices in order; the first is the judge (see session.py).
+    ``workers`` are their indices in order; the first is the judge (see session.py). ``alone``: no other API process
+    can have an update installed.
     """
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: Any, *, alone: bool = False) -> None:
         self._client = client
+        self._alone = alone
+        self._served: deque[tuple[float, str]] = deque(maxlen=KEPT_VERSIONS)
         self._core = getattr(client, "engine_core", None)
-        self._channel: str | None = None
+        self._channel: channel.Door | None = None
         self.workers: tuple[int, ...] = ()
 
     async def start(self) -> list[Answer]:
         """Learn who the workers are and where the judge listens. Errors: WorkerFailed."""
         answers = await self.call_all("describe")
         self.workers = tuple(a["worker"] for a in answers)
+        self._served.append((time.time(), answers[0]["state"]["weight_version"]))
         await self._learn_channel()
         return answers
+
+    def close(self) -> None:
+        """Hang up: the judge is asked through the engine's loop from now on."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
 
     async def call_all(
         self, action: str, args: dict[str, Any] | None = None, *, only: list[int] | None = None,
@@ -83,10 +96,10 @@ class Engine:
             if self._channel is None:
                 break
             try:
-                answer = await channel.ask(self._channel, request)
+                answer = await self._channel.ask(request)
             except channel.ChannelClosed as error:
                 logger.warning("the judge's channel does not answer: %s", error)
-                self._channel = None
+                self.close()
                 if attempt == 0:
                     await self._learn_channel()
                 continue
@@ -133,17 +146,30 @@ class Engine:
             logger.warning("cannot tell whether generation is paused: %s", error)
             return None
 
+    async def served(self, since: float = 0.0) -> tuple[float, list[str]]:
+        """The versions of the weights that have served after a time, in order, the one that serves now last; and the
+        time from which to ask on. Errors: WorkerFailed.
+        """
+        served = list(self._served)
+        if not self._alone:
+            status = await self.ask_judge("status")
+            done = [(r["at"], r["version"]) for r in status["history"] if r["state"] == "done"]
+            served = [*(done or [(0.0, "")]), (0.0, status["weight_version"])]
+        last = max(at for at, _ in served)
+        return last, [version for at, version in served[:-1] if at > since] + [served[-1][1]]
+
     async def set_weight_version(self, version: str) -> None:
-        """For the spans in vLLM's own outputs (0.32); elsewhere only the workers keep it."""
+        """For versions.py, and the spans in vLLM's own outputs (0.32); the workers know it already."""
+        self._served.append((time.time(), version))
         update = getattr(self._client, "update_weight_version", None)
         if update is not None:
             await update(version)
 
     async def _learn_channel(self) -> None:
         found = (await self.call_all("channel"))[0]["result"]
-        self._channel = found["path"] if found else None
-        if self._channel is not None:
-            atexit.register(channel.remove_dead, self._channel, DYING_S)  # vLLM kills its engines: no exit handlers
+        if found:
+            self._channel = channel.Door(found["path"])
+            atexit.register(channel.remove_dead, found["path"], DYING_S)  # vLLM kills its engines: no exit handlers
 
     async def _in_engines(self, method: str, *args: Any) -> list[Any]:
         """The answer of every engine; by the client's own method, which asks the first, where there is no other way."""

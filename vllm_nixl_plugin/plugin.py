@@ -23,7 +23,7 @@ GUARD = "vllm_nixl_plugin.guard.Guard"
 def register() -> None:
     """Entry point of ``vllm.general_plugins``: in every process, possibly more than once; no device work.
 
-    Errors: MissingToken and ValueError, which end the start of a server.
+    Errors: MissingToken and InvalidSettings, which end the start of a server.
     """
     _refuse_early()
     _allow_amx()
@@ -45,12 +45,14 @@ class EndpointPlugin:
     def attach_router(self, app: Any) -> None:
         """Called while vLLM builds its app."""
         from vllm_nixl_plugin import api, settings
+        from vllm_nixl_plugin.versions import Versions
 
+        app.add_middleware(Versions)
         if settings.address() is None:
             api.attach(app)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Errors end the start of the server: MissingToken; RuntimeError when the worker extension is not loaded."""
+        """Errors end the start of the server: MissingToken, InvalidSettings, RuntimeError without the extension."""
         from vllm_nixl_plugin import api, settings
         from vllm_nixl_plugin.engine import Engine
         from vllm_nixl_plugin.updates import Updates
@@ -61,7 +63,7 @@ class EndpointPlugin:
         settings.check_startup()
         check_extension(engine_client, args)
         warn_of_open_routes(args)
-        updates = Updates(Engine(engine_client))
+        updates = Updates(Engine(engine_client, alone=(getattr(args, "api_server_count", None) or 1) == 1))
         await api.start(state, updates)
         address = settings.address()
         if address is not None:
@@ -103,8 +105,8 @@ def _refuse_early() -> None:
     if serves and "--headless" not in sys.argv and "nixl" in os.environ.get("VLLM_PLUGINS", "").split(","):
         from vllm_nixl_plugin import settings
 
+        settings.check(settings.ServerSettings)
         settings.check_token()
-        settings.address()
 
 
 def _allow_amx() -> None:

@@ -4,7 +4,7 @@ BIN := .venv/bin
 PYTEST_ARGS ?=
 export PIP_ARGS
 
-.PHONY: setup lint test test-all test-fast fidelity trainers fuzz demo clean
+.PHONY: setup lint docs test test-all test-fast fidelity trainers fuzz demo clean
 
 setup:  ## the CPU environment in .venv (nothing to do while its inputs are the same)
 	$(PYTHON) scripts/setup_cpu.py
@@ -13,6 +13,9 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: setup  ## docs/cli.md and docs/configuration.md from the code
+	$(BIN)/python scripts/make_docs.py
 
 test: lint  ## what runs without a GPU, real servers included
 	$(BIN)/python -m pytest -m "not thorough" $(PYTEST_ARGS)

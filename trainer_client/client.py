@@ -34,6 +34,7 @@ from trainer_client.collector import Collector
 from trainer_client.control import Control, checkpoints
 from trainer_client.conversion import Conversion, Convert, checkpoint_converter
 from trainer_client.delivery import Options, Server, deliver, gather
+from trainer_client.environment import read_token, trainer_settings
 from trainer_client.exchange import Exchange
 from trainer_client.group import RankGroup
 from trainer_client.link import Link, Stock
@@ -66,10 +67,11 @@ class WeightClient:
 
     Args:
         servers: a sequence of their base URLs, ``http://host:port``. Those of rank 0 count.
-        token: their PUSH_WEIGHTS_TOKEN; default: this process's environment variable of that name.
+        token: their PUSH_WEIGHTS_TOKEN; default: what this process's environment has (docs/configuration.md).
         timeout_s: how long one push may take on each server, from plan to the end of the install.
         lease_s: how long a server keeps an update open for a trainer that fell silent; renewed while the push runs.
-        interfaces: network devices the data may use, ``("mlx5_0:1", "eth0")`` or ``("all",)``; default: loopback only.
+        interfaces: network devices the data may use, ``("mlx5_0:1", "eth0")`` or ``("all",)``; default: those of
+            PUSH_WEIGHTS_INTERFACES, else loopback only.
         backend: NIXL's plug-in.
         send_buffer_bytes: size of one send buffer; there are two for each server and source device.
         direct_run_bytes: contiguous runs from this length on are written straight from parameter memory.
@@ -118,10 +120,9 @@ class WeightClient:
         self._required = len(urls) if require == "all" else require
         self._show_progress = progress
         self._limits = {"direct_run_bytes": direct_run_bytes, "buffer_bytes": send_buffer_bytes}
-        make_fabric = fabric or bind(
-            NixlAgent, backend=backend, interfaces=None if interfaces is None else tuple(interfaces)
-        )
-        token = token if token is not None else os.environ.get("PUSH_WEIGHTS_TOKEN", "").strip() or None
+        devices = trainer_settings().interfaces if interfaces is None else tuple(interfaces)
+        make_fabric = fabric or bind(NixlAgent, backend=backend, interfaces=devices)
+        token = token if token is not None else read_token()
         controls = [Control(url, token=token, transport=transport) for url in urls]
         self._links = {control.server: Link(control.server) for control in controls}
         self._servers = [Server(control, self._links[control.server]) for control in controls]
@@ -167,7 +168,9 @@ class WeightClient:
                 dict are held until the next push; an iterable's are let go at once.
             version: what the servers will call these weights. Default: a whole number, one above the highest that a
                 server had at the first push of this client, and counting up from there.
-            mode: ``shadow`` (lands beside the live weights, short pause) or ``in_place`` (no extra memory, long pause).
+            mode: ``shadow`` (lands beside the live weights, short pause), ``in_place`` (no extra memory but for weights
+                that vLLM processes, long pause) or ``streamed`` (as ``in_place``, and those pass through a window of
+                bounded size, group by group).
             kv_cache: ``recompute`` what running requests have cached, or ``keep`` it although the weights changed.
             pause: what happens to running requests at the install: ``keep`` them, ``wait`` for them, ``abort`` them.
             partial: weights that are not pushed keep their present values; else they are an error.
@@ -279,7 +282,8 @@ class WeightClient:
         begin = time.monotonic()
         try:
             with Exchange(self._ranks(), timeout_s=self._timeout_s, rank_timeout_s=self._rank_timeout_s) as exchange:
-                meeting = meet(exchange, request, self._offered, tuple(self._links), self._next_version)
+                meeting = meet(exchange, request, self._offered, tuple(self._links), self._next_version,
+                               self._stockroom.contact)  # fmt: skip
                 stock = self._stock(exchange, request, meeting)
                 if exchange.is_leader:
                     with progress:
@@ -327,7 +331,7 @@ class WeightClient:
         wanted = request.options
         options = Options(
             meeting.version, wanted["mode"], wanted["kv_cache"], wanted["pause"], self._lease_s, self._timeout_s,
-            self._identity, meeting.writers,
+            self._identity, meeting.writers, meeting.contacts,
         )  # fmt: skip
         deliveries = [
             bind(deliver, server, exchange.group, Team(exchange, number), stock, options, progress, cancel, before)

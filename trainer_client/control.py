@@ -8,7 +8,6 @@ only where that changes nothing: all but `begin`, which may have opened an updat
 
 from __future__ import annotations
 
-import os
 import ssl
 import time
 from collections.abc import Iterable, Mapping
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 import httpx
 from pydantic import ValidationError
 
+from trainer_client.environment import trainer_settings
 from vllm_nixl_plugin.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -75,8 +75,8 @@ def tls() -> ssl.SSLContext | bool:
     """How to check servers and who to be, by the environment: PUSH_WEIGHTS_CA_FILE, PUSH_WEIGHTS_CERT_FILE (and
     PUSH_WEIGHTS_KEY_FILE). Errors: InvalidRequest, for files that cannot be used.
     """
-    names = ("PUSH_WEIGHTS_CA_FILE", "PUSH_WEIGHTS_CERT_FILE", "PUSH_WEIGHTS_KEY_FILE")
-    authorities, certificate, key = (os.environ.get(name) or None for name in names)
+    settings = trainer_settings()
+    authorities, certificate, key = settings.ca_file, settings.cert_file, settings.key_file
     if authorities is None and certificate is None:
         return True
     try:
@@ -84,7 +84,8 @@ def tls() -> ssl.SSLContext | bool:
         if certificate is not None:
             context.load_cert_chain(certificate, key)
     except OSError as error:
-        raise InvalidRequest(f"{' or '.join(names)} names a file that cannot be used: {error}") from None
+        names = "PUSH_WEIGHTS_CA_FILE or PUSH_WEIGHTS_CERT_FILE or PUSH_WEIGHTS_KEY_FILE"
+        raise InvalidRequest(f"{names} names a file that cannot be used: {error}") from None
     return context
 
 

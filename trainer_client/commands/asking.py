@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer_client.commands.options import read_token
 from trainer_client.control import Control
+from trainer_client.environment import read_token
 from vllm_nixl_plugin.errors import PushWeightsError
 
 

@@ -10,15 +10,8 @@ import typer
 
 from trainer_client.checkpoint import read_checkpoint
 from trainer_client.client import WeightClient
-from trainer_client.commands.options import (
-    Json,
-    KvCacheOption,
-    ModeOption,
-    PauseOption,
-    TokenFile,
-    Urls,
-    read_token,
-)
+from trainer_client.commands.options import Json, KvCacheOption, ModeOption, PauseOption, TokenFile, Urls
+from trainer_client.environment import read_token
 from vllm_nixl_plugin.errors import PushFailed
 
 

@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from trainer_client.commands.options import Json, TokenFile, read_token
+from trainer_client.commands.options import Json, TokenFile
 from trainer_client.control import Control
+from trainer_client.environment import read_token
 from trainer_client.fresh import fresh_server
 from trainer_client.verification import SHOWN, Verification, compare
 from vllm_nixl_plugin.errors import InvalidRequest, PushWeightsError

@@ -114,7 +114,7 @@ class Arena:
             most = max(room.values())
             raise InsufficientMemory(
                 f"shadow memory of {total} bytes does not fit: {free}; {total - most} are lacking. Lower vLLM's memory "
-                "share, allow host memory (PUSH_WEIGHTS_SHADOW=auto), or push with mode='in_place'.",
+                "share, allow host memory (PUSH_WEIGHTS_SHADOW=auto), or push with mode='in_place' or 'streamed'.",
                 needed_nbytes=total,
                 free_nbytes=most,
             )
@@ -158,7 +158,15 @@ class Registrations:
             if region.address not in self._held:
                 self._held[region.address] = region, allocation, self._agent.register([region])
 
+    def drop(self, owner: Hashable) -> None:
+        """Release the memory of an owner, which is about to be freed."""
+        address = self._owned.pop(owner, None)
+        if address is not None and address not in self._owned.values():
+            self._release(address)
+
     def _release(self, address: int) -> None:
+        if address not in self._held:  # registering it has failed
+            return
         try:
             self._held.pop(address)[2].release()
         except FabricError as error:

@@ -10,6 +10,7 @@ import ctypes
 import json
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -23,16 +24,19 @@ from vllm_nixl_plugin.fabric import REGISTRATION_HINT, Descriptors, Fabric, Read
 @dataclass
 class _Fault:
     operation: str
-    agent: str | None
+    agent: str
     error: FabricError | None
     times: int
+    after: int
 
 
 class MemoryNetwork:
     """The agents of one process that may meet, and the faults that befall them.
 
-    Operations that can fail: ``register``, ``connect``, ``prepare``, ``post``, ``done``, ``notify`` (raise the error),
-    ``copy``, ``deliver`` (without an error: the bytes, or the message, are lost in silence).
+    Operations that can fail: ``create``, ``register``, ``deregister``, ``metadata``, ``connect``, ``disconnect``,
+    ``prepare``, ``release``, ``post``, ``done``, ``notify``, ``notifications`` (raise the error), ``copy``, ``deliver``
+    (without an error: the bytes, or the message, are lost in silence). ``calls``: how often
+    each was called, by operation and agent.
     """
 
     def __init__(self) -> None:
@@ -40,12 +44,13 @@ class MemoryNetwork:
         self._agents: dict[str, MemoryFabric] = {}
         self._frozen: set[str] = set()
         self._faults: list[_Fault] = []
+        self.calls: Counter[tuple[str, str]] = Counter()
 
     def inject(
-        self, operation: str, error: FabricError | None = None, *, agent: str | None = None, times: int = 1
+        self, operation: str, error: FabricError | None = None, *, agent: str = "", times: int = 1, after: int = 0
     ) -> None:
-        """Let the next ``times`` calls of the operation, by that agent or by any, fail."""
-        self._faults.append(_Fault(operation, agent, error, times))
+        """Let ``times`` calls of the operation fail, ``after`` so many that do not. ``agent``: how its name begins."""
+        self._faults.append(_Fault(operation, agent, error, times, after))
 
     def freeze(self, agent: str) -> None:
         """Stop an agent, as SIGSTOP does: writes posted by it or to it stay in flight."""
@@ -63,8 +68,12 @@ class MemoryNetwork:
     def _fails(self, operation: str, agent: str) -> bool:
         """Whether a fault is due now; raises its error if it has one."""
         with self._lock:
+            self.calls[operation, agent] += 1
             for fault in self._faults:
-                if fault.operation == operation and fault.agent in (None, agent) and fault.times > 0:
+                if fault.operation == operation and agent.startswith(fault.agent) and fault.times > 0:
+                    if fault.after > 0:
+                        fault.after -= 1
+                        continue
                     fault.times -= 1
                     if fault.error:
                         raise fault.error
@@ -77,6 +86,7 @@ class MemoryFabric(Fabric):
 
     def __init__(self, name: str, network: MemoryNetwork) -> None:
         super().__init__(name)
+        network._fails("create", name)
         self._network = network
         self._token = uuid.uuid4().hex
         self._inbox: list[tuple[str, bytes]] = []
@@ -87,11 +97,18 @@ class MemoryFabric(Fabric):
         self._network._fails("register", self.name)
         if foreign := [region for region in regions if region.memory != "DRAM"]:
             raise RegistrationFailed(f"agent {self.name!r}: {foreign[0]} is not host memory; {REGISTRATION_HINT}")
-        return lambda: None
+        return self._deregister
+
+    def _deregister(self) -> None:
+        self._network._fails("deregister", self.name)
 
     def _export(self) -> bytes:
+        self._network._fails("metadata", self.name)
         regions = [(region.address, region.nbytes) for region in self._own()]
         return json.dumps({"token": self._token, "regions": regions}).encode()
+
+    def _export_contact(self) -> bytes:
+        return json.dumps({"token": self._token, "regions": []}).encode()
 
     def _import(self, name: str, blob: bytes) -> None:
         self._network._fails("connect", self.name)
@@ -99,6 +116,7 @@ class MemoryFabric(Fabric):
         self._peers[name] = (known["token"], [Region(*pair) for pair in known["regions"]])
 
     def _forget(self, name: str) -> None:
+        self._network._fails("disconnect", self.name)
         del self._peers[name]
 
     def _prepare(self, remote: str, source: Descriptors, destination: Descriptors) -> Write:
@@ -126,6 +144,7 @@ class MemoryFabric(Fabric):
             target._inbox.append((self.name, message))
 
     def _drain(self) -> list[tuple[str, bytes]]:
+        self._network._fails("notifications", self.name)
         with self._network._lock:
             arrived, self._inbox = self._inbox, []
         return arrived
@@ -178,7 +197,7 @@ class _MemoryHandle(Write):
         return self._landed
 
     def _free(self) -> None:
-        """Nothing is held."""
+        self._fabric._network._fails("release", self._fabric.name)
 
 
 class _MemoryWrite(_MemoryHandle):

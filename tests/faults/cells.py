@@ -1,0 +1,126 @@
+"""The table: which process falls or stops, at which stage of an update, in which mode; and what has to come of it.
+
+Every cell begins with a server (or three) that serves old weights, and a trainer that pushes new ones and is held at
+the stage. Then the fault strikes, and the trainer or server that was held goes on.
+
+    victim   trainer   the trainer, of one process
+             rank      the second of a trainer's two ranks
+             worker    the second worker of a server of two (TP 2)
+             api       the API server process
+             server    all processes of one of three servers
+    how      kill      SIGKILL
+             stop      SIGSTOP until the lease is over (trainer, rank: until somebody else has pushed), then SIGCONT
+
+`expected` is the whole of what is promised: how the push ends for its trainer, what the server does then, and what the
+next push of another trainer finds. Modes: those of the protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+STAGES = (
+    "before begin", "begun", "writing", "written", "prepare", "paused", "installing", "installed", "after",
+)  # fmt: skip
+MODES = ("shadow", "in_place")
+VICTIMS = {
+    "kill": ("trainer", "rank", "worker", "api", "server"),
+    "stop": ("trainer", "rank", "server"),
+}
+
+OLD, NEW, PAUSED, TORN, DEAD = "serves old", "serves new", "paused, not ready", "torn, not ready", "server dead"
+OK = ("ok",)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of the table."""
+
+    victim: str
+    how: str
+    stage: str
+    mode: str
+
+    @property
+    def committed(self) -> bool:
+        """Whether the trainer has asked for the commit, so that the server goes on by itself."""
+        return STAGES.index(self.stage) >= STAGES.index("prepare")
+
+    @property
+    def begun(self) -> bool:
+        """Whether the server has given its addresses out."""
+        return self.stage != "before begin"
+
+    @property
+    def name(self) -> str:
+        """As tests and tables call it."""
+        return f"{self.how} {self.victim}, {self.stage}, {self.mode}"
+
+    def place(self, port: int) -> str:
+        """Where a process is held, with the server on that port."""
+        writer = 1 if self.victim == "rank" else 0
+        return {
+            "before begin": f"trainer.0.before.begin@{port}", "begun": f"trainer.0.after.begin@{port}",
+            "writing": f"trainer.{writer}.writing@{port}", "written": f"trainer.0.before.commit@{port}",
+            "prepare": "worker.0.before.prepare", "paused": "worker.0.before.install",
+            "installing": "worker.0.installing", "installed": "worker.0.after.install", "after": "trainer.0.after",
+        }[self.stage]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Expected:
+    """``push``: how the push may end for the trainer (``killed``, ``ok``, codes of errors). ``server``: how the server
+    stands then. ``blocked``: the next push is refused with ``lease_held`` while the victim stands. ``others``: how
+    servers that are no victims stand. The next push always succeeds in the end, after a restart where the server died.
+    """
+
+    push: tuple[str, ...]
+    server: str
+    blocked: bool = False
+
+
+def expected(cell: Cell) -> Expected:
+    """What has to come of a cell."""
+    return {"trainer": _trainer, "rank": _rank, "server": _server}.get(cell.victim, _part_of_server)(cell)
+
+
+def _trainer(cell: Cell) -> Expected:
+    """Before the commit the old policy serves on, or an in-place engine stands; after it the server needs nobody."""
+    interrupted = cell.begun and not cell.committed
+    if cell.how == "kill":
+        server = NEW if cell.committed else PAUSED if interrupted and cell.mode == "in_place" else OLD
+        return Expected(("killed",) if cell.stage != "after" else OK, server)
+    # While it stands, the server is as after a kill; another push takes the update over, so that the first has failed
+    # when it goes on. It begins one if it had none yet, and hears of the end of one that has ended.
+    server = NEW if cell.committed else PAUSED if interrupted and cell.mode == "in_place" else OLD
+    return Expected(("stale_update",) if interrupted else OK, server, interrupted and cell.mode == "in_place")
+
+
+def _rank(cell: Cell) -> Expected:
+    """The other rank notices and ends the update, unless all bytes were there; in place that leaves the engine torn."""
+    if cell.committed or cell.stage == "written":
+        return Expected(OK if cell.stage == "after" else ("ok", "rank_lost"), NEW)
+    torn = cell.mode == "in_place"
+    return Expected(("rank_lost",), TORN if torn else OLD, torn and cell.how == "stop")
+
+
+def _part_of_server(cell: Cell) -> Expected:
+    """vLLM ends a server of which a process died. The trainer learns it from a connection or from a write."""
+    return Expected(OK if cell.stage == "after" else ("unreachable", "worker_failed", "fabric"), DEAD)
+
+
+def _server(cell: Cell) -> Expected:
+    """One that died fails alone. One that stood goes on where it was: its lease is only looked at by rivals."""
+    if cell.how == "stop":
+        return Expected(OK, NEW)
+    return Expected(OK if cell.stage == "after" else ("unreachable", "fabric"), DEAD)
+
+
+def all_cells() -> Iterator[Cell]:
+    """Every cell, those of one kind of server together."""
+    for how, victims in VICTIMS.items():
+        for victim in victims:
+            for mode in MODES:
+                for stage in STAGES:
+                    yield Cell(victim, how, stage, mode)

@@ -350,14 +350,14 @@ COSTS: dict[Mode, list[str]] = {
 
 def recorded(engines: FakeEngines, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """From now on, every call of the engines, and every one through the judge's socket but for heartbeats."""
-    ask = channel.ask
+    ask = channel.Door.ask
 
-    async def noted(path: str, request: dict[str, Any], timeout_s: float = 2.0) -> dict[str, Any]:
+    async def noted(door: channel.Door, request: dict[str, Any]) -> dict[str, Any]:
         if request["action"] != "heartbeat":
             engines.calls.append(f"judge {request['action']}")
-        return await ask(path, request, timeout_s)
+        return await ask(door, request)
 
-    monkeypatch.setattr(channel, "ask", noted)
+    monkeypatch.setattr(channel.Door, "ask", noted)
     engines.calls.clear()
     return engines.calls
 
@@ -1106,15 +1106,18 @@ def test_an_api_process_that_ends_removes_the_socket_of_a_judge_that_is_gone(
 
 def test_the_engine_is_asked_when_the_channel_is_gone(engines: FakeEngines, tmp_path: Path) -> None:
     async def test(server: Server) -> None:
-        server.updates.engine._channel = str(tmp_path / "nowhere")
+        engine, nowhere = server.updates.engine, channel.Door(str(tmp_path / "nowhere"))
+        engine.close()
+        engine._channel = nowhere
         assert (await server.status()).state == "serving"
-        assert server.updates.engine._channel != str(tmp_path / "nowhere")
+        assert engine._channel is not nowhere
 
         async def lost() -> None:
-            server.updates.engine._channel = None
+            engine._channel = None
 
-        server.updates.engine._learn_channel = lost  # type: ignore[method-assign]
-        server.updates.engine._channel = str(tmp_path / "nowhere")
+        engine._learn_channel = lost  # type: ignore[method-assign]
+        engine.close()
+        engine._channel = nowhere
         assert (await server.push()).state == "done"
 
     alone(test, engines)

@@ -241,6 +241,12 @@ def test_the_judges_socket_takes_any_line_and_goes_on_answering() -> None:
     session, _ = session_with_a_plan()
     path = channel.serve(session)["path"]
 
+    async def asked(path: str) -> dict[str, Any]:
+        door = channel.Door(path)
+        answers = [await door.ask({"nonce": 7, "action": "status"}, timeout_s=20) for _ in range(2)]
+        door.close()
+        return answers[1]
+
     def check(line: bytes) -> None:
         with socket.socket(socket.AF_UNIX) as peer:
             peer.settimeout(20)
@@ -249,7 +255,7 @@ def test_the_judges_socket_takes_any_line_and_goes_on_answering() -> None:
             peer.shutdown(socket.SHUT_WR)
             while peer.recv(1 << 16):
                 pass
-        got = asyncio.run(channel.ask(path, {"nonce": 7, "action": "status"}, timeout_s=20))
+        got = asyncio.run(asked(path))
         assert (got["ok"], got["nonce"]) == (True, 7)
 
     actions = st.sampled_from(sorted(ACTIONS))

@@ -3,6 +3,7 @@ keeps waiting and an install blocks.
 
 One JSON object per line over a Unix socket in a directory that only this user can enter; the server also checks that
 the peer has the same user id. The path is learnt by RPC. Nothing is pickled, lines are capped, no wait is unbounded.
+Connections are kept: a new one costs the engine's process a thread. Every request may come twice.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ PREFIX = "nixl-push-"
 SWEEP_AGE_S = 5.0
 MAX_REQUEST_BYTES = 16 << 10
 MAX_ANSWER_BYTES = 4 << 20
-IDLE_S = 5.0
+IDLE_S = 30.0
+"""After so long without a request a connection is closed."""
 MAX_FOLDER = 80
 """Where the path of the socket would get longer, it is made in /tmp: an address holds 108 bytes."""
 
@@ -39,17 +41,18 @@ class _Handler(socketserver.StreamRequestHandler):
     timeout = IDLE_S
 
     def handle(self) -> None:
-        """One request, one answer."""
+        """One answer for each request, until there is none or one that is not understood."""
         peer = self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         if struct.unpack("3i", peer)[1] != os.geteuid():
             return
-        try:
-            line = self.rfile.readline(MAX_REQUEST_BYTES)
-            request = json.loads(line)
-        except (OSError, ValueError):
-            return
-        if isinstance(request, dict):
-            session: WorkerSession = self.server.session  # type: ignore[attr-defined]
+        session: WorkerSession = self.server.session  # type: ignore[attr-defined]
+        while True:
+            try:
+                request = json.loads(self.rfile.readline(MAX_REQUEST_BYTES))
+            except (OSError, ValueError):
+                return
+            if not isinstance(request, dict):
+                return
             self.wfile.write(json.dumps(answer(session, request, CHANNEL_ACTIONS)).encode() + b"\n")
 
 
@@ -108,20 +111,48 @@ class ChannelClosed(Exception):
     """No answer through the socket: the worker is gone, restarted, or on another host."""
 
 
-async def ask(path: str, request: dict[str, Any], timeout_s: float = 2.0) -> dict[str, Any]:
-    """Send one request and read its answer. Errors: ChannelClosed."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_unix_connection(path, limit=MAX_ANSWER_BYTES)
-            try:
-                writer.write(json.dumps(request).encode() + b"\n")
-                await writer.drain()
-                line = await reader.readline()
-            finally:
+class Door:
+    """Asks the judge that listens at ``path``. Keeps its connections, and belongs to one event loop."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def ask(self, request: dict[str, Any], timeout_s: float = 2.0) -> dict[str, Any]:
+        """Send one request and read its answer. Errors: ChannelClosed."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                answered = json.loads(await self._answer(json.dumps(request).encode() + b"\n"))
+        except (OSError, ValueError, TimeoutError) as error:
+            raise ChannelClosed(f"{self.path}: {type(error).__name__}: {error}") from None
+        if not isinstance(answered, dict):
+            raise ChannelClosed(f"{self.path}: the answer is not an object")
+        return answered
+
+    def close(self) -> None:
+        """Close the connections that are idle. The next request opens another."""
+        while self._idle:
+            self._idle.pop()[1].close()
+
+    async def _answer(self, line: bytes) -> bytes:
+        """By a kept connection, if one still works."""
+        while self._idle:
+            reader, writer = self._idle.pop()
+            with contextlib.suppress(OSError):
+                if answered := await self._through(reader, writer, line):
+                    return answered
+        return await self._through(*await asyncio.open_unix_connection(self.path, limit=MAX_ANSWER_BYTES), line)
+
+    async def _through(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, line: bytes) -> bytes:
+        """Nothing, when the other side has closed. A connection whose answer may still come is not used again."""
+        answered = b""
+        try:
+            if not reader.at_eof():
+                writer.write(line)
+                answered = await reader.readline()
+        finally:
+            if answered.endswith(b"\n"):
+                self._idle.append((reader, writer))
+            else:
                 writer.close()
-            answered = json.loads(line)
-    except (OSError, ValueError, TimeoutError) as error:
-        raise ChannelClosed(f"{path}: {type(error).__name__}: {error}") from None
-    if not isinstance(answered, dict):
-        raise ChannelClosed(f"{path}: the answer is not an object")
-    return answered
+        return answered

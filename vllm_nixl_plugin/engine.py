@@ -51,10 +51,9 @@ class Engine:
         return answers
 
     def close(self) -> None:
-        """Hang up: the judge is asked through the engine's loop from now on."""
+        """Hang up; who is asked again answers again."""
         if self._channel is not None:
             self._channel.close()
-            self._channel = None
 
     async def call_all(
         self, action: str, args: dict[str, Any] | None = None, *, only: list[int] | None = None,
@@ -99,7 +98,7 @@ class Engine:
                 answer = await self._channel.ask(request)
             except channel.ChannelClosed as error:
                 logger.warning("the judge's channel does not answer: %s", error)
-                self.close()
+                self._channel = None
                 if attempt == 0:
                     await self._learn_channel()
                 continue

@@ -61,6 +61,7 @@ class Updates:
         tasks = [*self._tasks, *([self._watchdog] if self._watchdog else [])]
         for task in tasks:
             task.cancel()
+        self.engine.close()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # The verbs of the protocol.

@@ -97,7 +97,10 @@ router = APIRouter(prefix=PREFIX, route_class=Route)
 
 def attach(app: FastAPI) -> None:
     """Add the routes to an app."""
+    from vllm_nixl_plugin import peer_routes
+
     app.include_router(router)
+    app.include_router(peer_routes.router)
 
 
 def app_for(updates: Updates) -> FastAPI:

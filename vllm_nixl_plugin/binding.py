@@ -70,7 +70,7 @@ class Binder:
         found = tuple((t.data_ptr(), allocation_of(t) if mode == "in_place" else 0) for t in served.values())
         in_arena = [p for p in places if mode == "shadow" or not p.live]
         beyond = self.remainder.check(held)
-        agent = self.open_agent()
+        self.open_agent()
         arena.reserve([*((p.key, p.destination.nbytes) for p in in_arena), *beyond])
         self.remainder.fill(held, arena)
         self._prefill(held, in_arena, served)
@@ -78,26 +78,43 @@ class Binder:
         before = self._bound.get((id(held), mode))
         if before is not None and before[0] == found:
             return before[1]
-        homes = {p.key: arena[p.key] if (mode == "shadow" or not p.live) else served[p.key] for p in places}
-        memory: dict[Hashable, torch.Tensor] = {block.data_ptr(): block for block in arena.blocks}
+        memory: dict[Hashable, torch.Tensor] = {}
         if mode == "in_place":
-            memory |= {p.key: served[p.key] for p in places if p.live and served[p.key].numel()}
+            memory = {p.key: served[p.key] for p in places if p.live and served[p.key].numel()}
+        binding = self.expose(self.homes(held, mode), memory)
+        self._bound[id(held), mode] = (found, binding)
+        return binding
+
+    def homes(self, held: Held, mode: Mode) -> list[torch.Tensor]:
+        """The memory of all destinations of a plan that is bound, in their order."""
+        assert self.arena is not None
+        shadows = [mode == "shadow" or not place.live for place in held.places]
+        return [
+            self.arena[place.key] if shadow else place.model.live_storage(place.destination)
+            for place, shadow in zip(held.places, shadows, strict=True)
+        ]
+
+    def expose(self, homes: Sequence[torch.Tensor], served: Mapping[Hashable, torch.Tensor]) -> Binding:
+        """Register the arena and what ``served`` holds, unless they are, and say where these homes lie.
+
+        Errors: RegistrationFailed.
+        """
+        assert self.arena is not None
+        agent = self.open_agent()
         self._registrations = self._registrations or Registrations(agent)
-        self._registrations.keep(memory)
-        on_device = [t for t in homes.values() if t.device.type == "cuda"]
-        gpu = arena.device.type == "cuda"
-        binding = Binding(
+        self._registrations.keep({block.data_ptr(): block for block in self.arena.blocks} | dict(served))
+        on_device = [t for t in homes if t.device.type == "cuda"]
+        gpu = self.arena.device.type == "cuda"
+        return Binding(
             worker=self.worker,
             incarnation=self.incarnation,
             agent=agent.name,
             agent_metadata=agent.metadata(),
             memory="VRAM" if gpu else "DRAM",
             device_id=on_device[0].get_device() if on_device else 0,
-            addresses=tuple(t.data_ptr() for t in homes.values()),
-            memories=tuple(i for i, t in enumerate(homes.values()) if gpu and t.device.type != "cuda"),
+            addresses=tuple(t.data_ptr() for t in homes),
+            memories=tuple(i for i, t in enumerate(homes) if gpu and t.device.type != "cuda"),
         )
-        self._bound[id(held), mode] = (found, binding)
-        return binding
 
     def _prefill(self, held: Held, places: list[Place], served: Mapping[Key, torch.Tensor]) -> None:
         """Write into shadows, once per plan and memory, the bytes that no weight writes.

@@ -18,6 +18,8 @@
     ├── WorkerFailed            a worker answered with something else than was asked
     ├── ServerUnreachable       no HTTP answer
     ├── DeadlineExceeded        a wait ran out
+    ├── PeerRefused             a server cannot catch up from this peer
+    ├── Corrupted               what arrived is not what was sent
     ├── RankLost                a rank of the trainer died or stopped in the middle of a push
     ├── PushFailed              fewer servers than required have the pushed version
     └── FabricError             NIXL reported a failure
@@ -150,6 +152,18 @@ class DeadlineExceeded(PushWeightsError):
     """A wait ran out."""
 
     code, http_status = "deadline", 504
+
+
+class PeerRefused(PushWeightsError):
+    """A server cannot catch up from this peer. ``details``: ``retry`` when it may be able to a moment later."""
+
+    code, http_status = "peer_refused", 409
+
+
+class Corrupted(PushWeightsError):
+    """What arrived is not what was sent. ``details``: ``differing``, by worker, the names of what differs."""
+
+    code, http_status = "corrupted", 409
 
 
 class RankLost(PushWeightsError):

@@ -20,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from vllm_nixl_plugin import offering
 from vllm_nixl_plugin.binding import Binder
 from vllm_nixl_plugin.composition import DRAFT_PREFIX, Held, plan_models
 from vllm_nixl_plugin.errors import EngineAsleep, EngineTorn, PlanRefused, PushWeightsError, UnknownPlan
@@ -182,6 +183,18 @@ class WorkerPlane:
     def notifications(self) -> list[tuple[str, bytes]]:
         """Agent and message of what has landed since the last call."""
         return self.binder.notifications()
+
+    # From worker to worker
+
+    def offer(self, plan: WorkerPlan) -> Binding:
+        """Where a peer may read what serves, in the layout of this plan. Errors: PeerRefused, EngineAsleep."""
+        self._refuse_asleep()
+        return offering.offered(self.binder, self._of(plan))
+
+    def fetch(self, plan: WorkerPlan, mode: Mode, source: Binding) -> offering.Fetch:
+        """Begin to read what a peer offers into the memory of an update by this plan. Errors: PeerRefused."""
+        held = self._of(plan)
+        return offering.fetch(self.binder, self.binder.homes(held, mode), source)
 
     # Install
 

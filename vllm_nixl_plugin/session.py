@@ -29,6 +29,7 @@ from typing import Any
 from vllm_nixl_plugin import errors
 from vllm_nixl_plugin.lease import STALE_HEARTBEAT_S, Judge, superseded
 from vllm_nixl_plugin.opened import INSTALLING_STEPS, PAUSED_STEPS, Update
+from vllm_nixl_plugin.peering import Peering
 from vllm_nixl_plugin.plan_cache import CachedPlan, PlanCache
 from vllm_nixl_plugin.readings import Readings
 from vllm_nixl_plugin.stages import Plane
@@ -47,6 +48,7 @@ class WorkerSession:
         self.plane = plane
         self.plans = PlanCache(plane.make_plan)
         self._readings = Readings(plane.fingerprint)
+        self.peering = Peering(self)
         self.description = plane.describe()
         self.worker: int = self.description["worker"]
         self.incarnation = plane.incarnation()
@@ -368,6 +370,7 @@ class WorkerSession:
             raise errors.InstallFailed(f"worker {self.worker} has not installed update {update.id}")
         with self._lock:
             self.weight_version, self.torn = update.version, False
+        self.peering.installed(update)
 
     def _check_heals(self, cached: CachedPlan) -> None:
         if self.torn and not cached.full:
@@ -425,6 +428,7 @@ class WorkerSession:
         with self._lock:
             update = self.update
             assert update is not None
+            self.peering.ended(update)
             self.torn |= torn
             if outcome != "done" and not update.drained:
                 self.undrained = update.id

@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm_nixl_plugin.wire import Binding, Manifest, Mode, WeightSpec, WorkerPlan
+
+if TYPE_CHECKING:
+    from vllm_nixl_plugin.offering import Fetch
 
 
 class Plane(Protocol):
@@ -25,6 +28,12 @@ class Plane(Protocol):
 
     def notifications(self) -> list[tuple[str, bytes]]:
         """Agent name and message of every notification since the last call."""
+
+    def offer(self, plan: WorkerPlan) -> Binding:
+        """Where a peer may read what serves, in the layout of this plan. Errors: PeerRefused, EngineAsleep."""
+
+    def fetch(self, plan: WorkerPlan, mode: Mode, source: Binding) -> Fetch:
+        """Begin to read what a peer offers into the memory of an update by this plan. Errors: PeerRefused."""
 
     def prepare_install(self, plan: WorkerPlan, mode: Mode, *, whole: bool) -> bool:
         """All bytes are there: make the install ready, changing nothing that serves; a slice of that, if not ``whole``.

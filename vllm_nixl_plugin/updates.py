@@ -18,6 +18,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from vllm_nixl_plugin import __version__, errors, publish, settings
+from vllm_nixl_plugin.catch_up import CatchUp
 from vllm_nixl_plugin.engine import Engine
 from vllm_nixl_plugin.opened import PAUSED_STEPS
 from vllm_nixl_plugin.session import FIRST_VERSION
@@ -45,6 +46,7 @@ class Updates:
         self.engine = engine
         self.plans = publish.Blobs()
         self.reading = asyncio.Lock()  # one fingerprint at a time
+        self.catch_up = CatchUp(self)
         self.claimant = uuid.uuid4().hex
         self._heartbeat_s = heartbeat_s
         self._watch_s = watch_s
@@ -55,9 +57,11 @@ class Updates:
         """Errors: WorkerFailed."""
         await self.engine.start()
         self._watchdog = asyncio.create_task(self._watch(), name="nixl-watchdog")
+        self.catch_up.start()
 
     async def stop(self) -> None:
         """What is cut off here is finished by the watchdog of another process, or the next begin."""
+        await self.catch_up.stop()
         tasks = [*self._tasks, *([self._watchdog] if self._watchdog else [])]
         for task in tasks:
             task.cancel()
@@ -149,7 +153,7 @@ class Updates:
     async def status(self) -> ServerStatus:
         """How the server stands, as its judge sees it."""
         status = await self.engine.ask_judge("status")
-        reason = _not_ready(status)
+        reason = _not_ready(status) or self.catch_up.not_ready(status["weight_version"])
         lease, update, history = status["lease"], status["update"], status["history"]
         return ServerStatus(
             plugin=__version__, ready=not reason, reason=reason, workers=self.engine.workers,

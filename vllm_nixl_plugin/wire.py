@@ -274,6 +274,50 @@ class Fingerprint(Record):
     workers: tuple[WorkerFingerprint, ...]
 
 
+class OfferedWorker(Record):
+    """What one worker of a server lets its peers read: where what serves lies, in the layout that ``plan`` describes.
+
+    ``server``: what the worker says of itself; a peer has to say the same of what decides about its weights.
+    """
+
+    worker: int
+    plan: str
+    server: dict[str, Any]
+    binding: Binding
+
+
+class Offer(Record):
+    """What a server lets its peers read. ``token``: another one after anything that could have changed a byte of it."""
+
+    weight_version: str
+    token: Digest
+    manifest: Manifest
+    workers: tuple[OfferedWorker, ...] = Field(max_length=MAX_WORKERS)
+
+
+class CatchUpRequest(Record):
+    """Bring this server to the weights of the server at ``peer``, a base URL."""
+
+    peer: Annotated[str, Field(min_length=1, max_length=2048)]
+    timeout_s: Seconds = 600.0
+
+
+class CatchUpStatus(Record):
+    """How a catch-up stands; ``failed`` has an ``error`` (its inner object), ``done`` what was read, in which seconds.
+
+    ``differences``: paths on which the fingerprints of the two servers differ, with both checksums; the first of them.
+    """
+
+    state: Literal["running", "done", "failed"]
+    peer: str
+    weight_version: str = ""
+    step: str = ""
+    nbytes: int = 0
+    timings: dict[str, float] = Field(default_factory=dict)
+    differences: tuple[str, ...] = ()
+    error: dict[str, Any] | None = None
+
+
 class Landed(Record):
     """A notification: so many bytes of update ``update_id`` have been written by this agent, as its ``sequence``-th."""
 

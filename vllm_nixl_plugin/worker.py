@@ -19,7 +19,8 @@ logger = logging.getLogger("vllm.nixl_plugin")
 
 CHANNEL_ACTIONS = frozenset({"status", "renew", "heartbeat", "grant", "claim", "record_step", "hold"})
 JUDGE_ONLY = CHANNEL_ACTIONS - {"status"} | {"channel"}
-ACTIONS = CHANNEL_ACTIONS | JUDGE_ONLY | {
+PEER_ACTIONS = frozenset({"offer", "fetch"})
+ACTIONS = CHANNEL_ACTIONS | JUDGE_ONLY | PEER_ACTIONS | {
     "checkpoint", "describe", "fingerprint", "plan_start", "plan_poll", "plan_read", "plan_summary",
     "begin", "mark_torn", "take_over", "prepare", "install", "finish", "abort",
 }  # fmt: skip
@@ -105,6 +106,8 @@ def _perform(session: WorkerSession, action: str, args: dict[str, Any]) -> Any:
         wanted = args.get("plan")
         made = session.plans.get(wanted) if wanted else session.plans.latest()
         return session.plane.summary(made.plan) | {"plan": made.digest, "partial": not made.full}
+    if action in PEER_ACTIONS:
+        return getattr(session.peering, action)(**args)
     if action == "channel":
         from vllm_nixl_plugin.channel import serve
 

@@ -2,8 +2,9 @@
 
 `WeightClient` has one `Control` per server and calls, in this order: `plan`, `begin`, `renew` (from a thread of its
 own), `commit`, `update` until the update is over, or `abort`. Errors come back as the exceptions that the server
-raised; httpx's own become `ServerUnreachable` and `DeadlineExceeded`. A request is repeated after a broken connection
-only where that changes nothing: all but `begin`, which may have opened an update whose answer was lost.
+raised; httpx's own become `ServerUnreachable` and `DeadlineExceeded`. Every request is repeated after a broken
+connection. Where the first had come through, that changes nothing, but for `begin`: the update whose answer was lost is
+in the way of the second, whose `LeaseHeld` names it; `delivery` ends it and begins again.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ ANSWER_S = 30.0
 """How much longer than a request's own wait its answer may take."""
 READING_S = 600.0
 """How long a server may take to read all its weights."""
+LATE_S = 10.0
+"""How long a request may take when the time of the push is over: those that clear up."""
 ATTEMPTS = 3
 RETRY_S = 0.2
 
@@ -110,6 +113,8 @@ class Control:
             raise InvalidRequest("the token has characters beyond ASCII, which an HTTP header cannot carry")
         self.server = server.rstrip("/")
         self._timeout_s = timeout_s
+        self.until = float("inf")
+        """By when, on time.monotonic, requests have to be answered, `LATE_S` at least; the push sets it."""
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._http = httpx.Client(
             base_url=self.server + PREFIX, headers=headers, transport=transport, trust_env=False, verify=tls(),
@@ -145,7 +150,7 @@ class Control:
 
     def begin(self, request: BeginRequest, timeout_s: float) -> UpdateOpened:
         """Open an update. Errors: LeaseHeld, UnknownPlan, EngineTorn, InsufficientMemory."""
-        answer = self._request("POST", "/updates", body=request.model_dump_json(), wait_s=timeout_s, attempts=1)
+        answer = self._request("POST", "/updates", body=request.model_dump_json(), wait_s=timeout_s)
         return self._record(UpdateOpened, answer)
 
     def renew(self, update_id: str, lease_s: float) -> None:
@@ -175,6 +180,14 @@ class Control:
         asked = {"paths": paths} | ({} if worker is None else {"worker": worker})
         return self._record(Fingerprint, self._request("GET", "/fingerprint", params=asked, wait_s=READING_S))
 
+    def plan_summary(self, digest: str | None = None) -> list[dict[str, Any]]:
+        """A plan for people, one summary for each worker: that used last, or that of ``digest``.
+
+        Errors: UnknownPlan, PlanRefused.
+        """
+        answer = self._request("GET", "/plan", params={} if digest is None else {"digest": digest}, wait_s=READING_S)
+        return list(answer.json()["workers"])
+
     def checkpoint(self) -> Checkpoint:
         """The weights that the server started from."""
         return self._record(Checkpoint, self._request("GET", "/checkpoint"))
@@ -197,9 +210,8 @@ class Control:
         params: Mapping[str, str | float | bool] | None = None,
         headers: Mapping[str, str] | None = None,
         wait_s: float = 0.0,
-        attempts: int = ATTEMPTS,
     ) -> httpx.Response:
-        read_s = max(self._timeout_s, wait_s + ANSWER_S)
+        read_s = min(max(self._timeout_s, wait_s + ANSWER_S), max(self.until - time.monotonic(), LATE_S))
         timeout = httpx.Timeout(read_s, connect=min(CONNECT_S, read_s))
         sent: dict[str, Any] = {"params": params, "headers": dict(headers or {})}
         if body is not None:
@@ -207,7 +219,7 @@ class Control:
             sent["headers"]["Content-Type"] = "application/json"
         elif json is not None:
             sent["json"] = json
-        for left in reversed(range(attempts)):
+        for left in reversed(range(ATTEMPTS)):
             try:
                 answer = self._http.request(method, path, timeout=timeout, **sent)
             except httpx.TimeoutException as error:
@@ -222,7 +234,7 @@ class Control:
             if answer.is_success:
                 return answer
             raise self._refusal(method, path, answer)
-        raise AssertionError("attempts is at least 1")
+        raise AssertionError("ATTEMPTS is at least 1")
 
     def _unreachable(self, error: httpx.HTTPError) -> ServerUnreachable:
         return ServerUnreachable(

@@ -1,8 +1,10 @@
-"""One question to every server: what each answered, or why it did not."""
+"""One question to every server at once: what each answered, or why it did not."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +12,27 @@ from trainer_client.control import Control
 from trainer_client.environment import read_token
 from vllm_nixl_plugin.errors import PushWeightsError
 
+AT_ONCE = 32
 
-def ask_each(urls: Sequence[str], token_file: Path | None, ask: Callable[[Control], Any]) -> dict[str, dict[str, Any]]:
-    """What every server answered, by URL, or its error object (key ``error``). Errors: InvalidRequest, for a URL."""
-    token, answers = read_token(token_file), {}
-    for url in urls:
-        with Control(url, token=token) as control:
-            try:
-                answers[url] = ask(control) or {}
-            except PushWeightsError as error:
-                answers[url] = error.to_wire()
-    return answers
+
+def ask_each(
+    urls: Sequence[str], token_file: Path | None, ask: Callable[[Control], Any], *, timeout_s: float = 60.0
+) -> dict[str, dict[str, Any]]:
+    """What every server answered, by URL and in their order, or its error object (key ``error``).
+
+    ``timeout_s``: for requests that wait for nothing. Errors: InvalidRequest, for a URL.
+    """
+    token = read_token(token_file)
+
+    def answer(control: Control) -> dict[str, Any]:
+        try:
+            return ask(control) or {}
+        except PushWeightsError as error:
+            return error.to_wire()
+
+    with ExitStack() as stack, ThreadPoolExecutor(AT_ONCE) as threads:
+        controls = [stack.enter_context(Control(url, token=token, timeout_s=timeout_s)) for url in urls]
+        return dict(zip(urls, threads.map(answer, controls), strict=True))
 
 
 def error_line(url: str, answer: Mapping[str, Any]) -> str:

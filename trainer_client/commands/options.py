@@ -21,6 +21,7 @@ class ModeOption(StrEnum):
 
     SHADOW = "shadow"
     IN_PLACE = "in_place"
+    STREAMED = "streamed"
 
 
 class KvCacheOption(StrEnum):

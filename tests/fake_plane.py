@@ -68,7 +68,7 @@ class FakePlane:
         self._call("make_plan")
         return plan_of(manifest, self.worker)
 
-    def bind(self, plan: WorkerPlan, mode: str) -> Binding:
+    def bind(self, plan: WorkerPlan, mode: str, contacts: Sequence[bytes] = ()) -> Binding:
         self._call("bind")
         self.block.wait(20)
         return Binding(

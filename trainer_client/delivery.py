@@ -2,6 +2,8 @@
 
     plan -> route -> begin -> transfer (pack and WRITE) -> commit -> wait for the install
 
+In mode ``streamed`` the commit is asked for before the transfer: the server installs what lands, group by group.
+
 `deliver` does this in order and always returns a `ServerReport`, never raises: one server's failure is not the others'.
 At ``route`` and ``transfer`` all ranks of the trainer work, by the orders that its `Team` gives them. What a push
 prepares (plans, bindings, writes) is kept for the next one for as long as nothing changes.
@@ -43,15 +45,18 @@ from vllm_nixl_plugin.errors import (
 )
 from vllm_nixl_plugin.wire import (
     BeginRequest,
+    Binding,
     CommitRequest,
     KvCachePolicy,
     Mode,
     PauseMode,
     UpdateOpened,
     UpdateStatus,
+    WorkerPlan,
 )
 
 POLL_S = 5.0
+WATCH_S = 1.0
 GRACE_S = 5.0
 """How much longer than its own limit a commit may take to say so."""
 
@@ -68,6 +73,7 @@ class Options:
     timeout_s: float
     holder: str
     writers: tuple[str, ...]
+    contacts: tuple[bytes, ...] = ()
 
 
 @dataclass
@@ -126,7 +132,7 @@ def deliver(
         nbytes=sum(rank.nbytes for rank in push.ranks), packed_nbytes=sum(rank.packed_nbytes for rank in push.ranks),
         seconds=dict(push.seconds), ranks=push.ranks, spans=tuple(push.spans),
         error=None if error is None else error.message, error_code=None if error is None else error.code,
-        stale=push.stale,
+        stale=push.stale, window=push.window,
     )  # fmt: skip
 
 
@@ -155,6 +161,7 @@ class _Push:
         self.spans: list[Span] = []
         self.ranks: tuple[RankReport, ...] = ()
         self.stale: tuple[str, ...] = ()
+        self.window: Mapping[str, int | None] | None = None
 
     def run(self) -> None:
         """All stages. Errors: those of the server, of the fabric, and of other ranks."""
@@ -169,13 +176,25 @@ class _Push:
         with self._aborting(opened), self._renewing(opened):
             with self._stage("begin"):
                 transfer = self._share_out(digest, plans, opened)
-            self._send(opened, transfer)
-            self._check()
             asked = time.monotonic()
-            commit = CommitRequest(kv_cache=self._options.kv_cache, pause=self._options.pause, timeout_s=self._left())
+            if self._options.mode == "streamed":
+                self._commit(opened, 0.0)
+                with self._watching(opened):
+                    self._send(opened, transfer)
+                    self._check()
+            else:
+                self._send(opened, transfer)
+                self._check()
+                asked = time.monotonic()
+            sent = time.monotonic()
             self._progress.stage(self._control.server, "install")
-            status = self._control.commit(opened.update_id, commit, min(self._left(), POLL_S))
-        self._finish(status, asked)
+            status = self._commit(opened, min(self._left(), POLL_S))
+        self._finish(status, sent, sent - asked)
+
+    def _commit(self, opened: UpdateOpened, wait_s: float) -> UpdateStatus:
+        """Ask for the install; asked again, join it."""
+        commit = CommitRequest(kv_cache=self._options.kv_cache, pause=self._options.pause, timeout_s=self._left())
+        return self._control.commit(opened.update_id, commit, wait_s)
 
     def _plan(self) -> tuple[str, Plans]:
         """The plans for the offered manifest, asked for when they are not known, and their digest."""
@@ -219,7 +238,7 @@ class _Push:
         request = BeginRequest(
             plans=tuple(worker.plan for worker in plans.workers), version=options.version, mode=options.mode,
             lease_s=options.lease_s, holder=options.holder, pause=options.pause,
-            known_bindings=self._link.known_bindings(), writers=options.writers,
+            known_bindings=self._link.known_bindings(), writers=options.writers, contacts=options.contacts,
         )  # fmt: skip
         try:
             return self._control.begin(request, options.lease_s)
@@ -235,6 +254,7 @@ class _Push:
         targets = tuple((planned.plan, bound.digest) for planned, bound in workers)
         self._link.learn({w.digest: w.binding for w in opened.workers if w.binding is not None})
         bindings = self._link.bindings(targets)
+        self.window = _window_of(bindings, [plans.plans[plan] for plan, _ in targets])
         if self._group.size > 1:
             if self._server.told is None or self._server.told[0] != targets:
                 slot = f"{self._control.server} bindings"
@@ -277,8 +297,9 @@ class _Push:
         self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
         self.spans.append(self._span(stage, begin, seconds))
 
-    def _finish(self, status: UpdateStatus, asked: float) -> None:
-        """Wait until the server has installed the update, or raise what kept it from it. ``asked``: when it was."""
+    def _finish(self, status: UpdateStatus, sent: float, ahead_s: float) -> None:
+        """Wait until the server has installed the update, or raise what kept it from it. ``sent``: when all was,
+        ``ahead_s``: how long before that the install was asked for, which the server counts as its own wait."""
         while status.state in ("open", "committing"):
             self._check()
             left = self._deadline + GRACE_S - time.monotonic()
@@ -288,11 +309,12 @@ class _Push:
                     "the server goes on by itself, ask for its status"
                 )
             status = self._control.update(status.update_id, min(left, POLL_S))
-        at = asked
+        at = sent
         for stage, timing in SERVER_STAGES.items():
             if timing in status.timings:
-                self.note(stage, at, status.timings[timing])
-                at += status.timings[timing]
+                took = max(status.timings[timing] - (ahead_s if stage == "prepare" else 0.0), 0.0)
+                self.note(stage, at, took)
+                at += took
         self.note("commit", at, max(time.monotonic() - at, 0.0))
         if status.state != "done":
             if status.error:
@@ -338,6 +360,31 @@ class _Push:
             raise
 
     @contextmanager
+    def _watching(self, opened: UpdateOpened) -> Iterator[None]:
+        """Hear from a thread that a server which installs meanwhile has failed; that ends the transfer."""
+        stop = threading.Event()
+
+        def watch() -> None:
+            while not stop.is_set():
+                try:
+                    status = self._control.update(opened.update_id, WATCH_S)
+                except PushWeightsError:
+                    stop.wait(WATCH_S)
+                    continue
+                if status.state == "done" or stop.is_set():
+                    return
+                if status.state not in ("open", "committing"):
+                    self._lost = from_wire({"error": status.error}) if status.error else StaleUpdate(
+                        f"update {opened.update_id} is {status.state}")  # fmt: skip
+                    return
+
+        threading.Thread(target=watch, name="nixl-watch", daemon=True).start()
+        try:
+            yield
+        finally:
+            stop.set()
+
+    @contextmanager
     def _renewing(self, opened: UpdateOpened) -> Iterator[None]:
         """Hold the lease from a thread. A lost lease ends the transfer at its next check."""
         stop = threading.Event()
@@ -358,6 +405,18 @@ class _Push:
             yield
         finally:
             stop.set()
+
+
+def _window_of(bindings: Sequence[Binding], plans: Sequence[WorkerPlan]) -> Mapping[str, int | None] | None:
+    """For the report: the window of the worker that takes most, in mode ``streamed``."""
+    found = [(b.window, len(plan.groups)) for b, plan in zip(bindings, plans, strict=True) if b.window is not None]
+    if not found:
+        return None
+    window, groups = max(found, key=lambda one: one[0].nbytes + one[0].working_nbytes)
+    return {
+        "groups": groups, "window_nbytes": window.nbytes, "working_nbytes": window.working_nbytes,
+        "budget_nbytes": window.budget_nbytes,
+    }  # fmt: skip
 
 
 def _served(control: Control, error: PushWeightsError) -> str | None:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer_client.conversion import Conversion
+from trainer_client.credits import Credits
 from trainer_client.registration import SendBuffers, SourceMemory
-from trainer_client.routing import Offer, Route, compute_route
+from trainer_client.routing import Offer, Route, compute_route, cut
 from trainer_client.sources import Shard
 from trainer_client.transfer import Lane, Transfer
 from vllm_nixl_plugin.encoding import decode_plans
@@ -41,7 +42,19 @@ class Offering:
         self._offer = Offer(shards, devices, conversion)
         self._limits = direct_run_bytes, buffer_bytes
         self._routes: dict[str, Route] = {}
+        self._parts: dict[str, tuple[Route, ...]] = {}
         self._lock = threading.Lock()
+
+    def parts(self, digest: str, plan: WorkerPlan) -> tuple[Route, ...]:
+        """`route`, cut at the groups of the plan, in their order."""
+        with self._lock:
+            if digest not in self._parts:
+                direct_run_bytes, buffer_bytes = self._limits
+                self._parts[digest] = tuple(
+                    compute_route(self._offer, part, direct_run_bytes=direct_run_bytes, buffer_bytes=buffer_bytes)
+                    for part in cut(plan)
+                )
+            return self._parts[digest]
 
     def route(self, digest: str, plan: WorkerPlan) -> Route:
         """What this rank sends to a worker with this plan. Errors: PlanRefused."""
@@ -61,6 +74,7 @@ class Stock:
     offering: Offering
     memory: SourceMemory
     fabric: Fabric
+    credits: Credits | None = None
 
 
 @dataclass(frozen=True)
@@ -160,7 +174,7 @@ class Link:
         lanes = [_lane(plan, plans.plans[plan], binding, stock.offering)
                  for (plan, _), binding in zip(targets, bindings, strict=True)]  # fmt: skip
         self._buffers = self._buffers or SendBuffers(stock.fabric)
-        transfer = Transfer(stock.fabric, stock.memory, self._buffers, lanes)
+        transfer = Transfer(stock.fabric, stock.memory, self._buffers, lanes, stock.credits)
         self._prepared = _Prepared(stock, targets, transfer)
         return transfer
 
@@ -171,7 +185,12 @@ def _lane(name: str, plan: WorkerPlan, binding: Binding, offering: Offering) -> 
         raise InvalidRequest(
             f"worker {binding.worker} gives {len(binding.addresses)} addresses for {expected} destinations"
         )
-    return Lane(name, binding, offering.route(name, plan))
+    if binding.window is not None and len(binding.window.after) != len(plan.groups):
+        raise InvalidRequest(
+            f"worker {binding.worker} has a window for {len(binding.window.after)} groups, its plan {len(plan.groups)}"
+        )
+    parts = offering.parts(name, plan) if binding.window is not None else ()
+    return Lane(name, binding, offering.route(name, plan), parts)
 
 
 def refuse_unused(plans: Mapping[str, WorkerPlan]) -> None:

@@ -65,13 +65,15 @@ class Offered:
 class Meeting:
     """What all ranks know once they have met.
 
-    ``holders``: see `agree_on_tensors`; None when the layout of no rank has changed. ``writers``: known to rank 0.
+    ``holders``: see `agree_on_tensors`; None when the layout of no rank has changed. ``writers``, ``contacts``: the
+    processes of all ranks, and how their agents are reached in mode ``streamed``; known to rank 0.
     """
 
     version: str
     servers: tuple[str, ...]
     holders: Mapping[str, int] | None
     writers: tuple[str, ...] = ()
+    contacts: tuple[bytes, ...] = ()
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -85,11 +87,14 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def meet(
-    exchange: Exchange, request: Request, last: Offered | None, servers: Sequence[str], next_version: Callable[[], str]
-) -> Meeting:
+    exchange: Exchange, request: Request, last: Offered | None, servers: Sequence[str], next_version: Callable[[], str],
+    contact: Callable[[], bytes] = bytes,
+) -> Meeting:  # fmt: skip
     """Wait for all ranks, and find out whether they want the same and what has changed since ``last``.
 
-    ``servers`` and ``next_version`` count on rank 0. Errors: the one that is kept in the request of any rank;
+    ``servers`` and ``next_version`` count on rank 0; ``contact`` is asked in mode ``streamed``.
+
+    Errors: the one that is kept in the request of any rank;
     InvalidRequest when ranks want different things; DeadlineExceeded naming the ranks that do not come.
     """
     if request.error is not None:
@@ -101,6 +106,7 @@ def meet(
     exchange.post("hello", {
         "options": dict(request.options), "layout": None if same is None else same.layout,
         "tensors": hashlib.sha256(tensors).hexdigest(), "process": this_process(),
+        "contact": contact().hex() if request.options["mode"] == "streamed" else "",
     })  # fmt: skip
     if not exchange.is_leader:
         said = exchange.hear()
@@ -116,6 +122,7 @@ def meet(
     meeting = Meeting(
         request.options["version"] or next_version(), tuple(servers),
         holders if len(layouts) > 1 or None in layouts else None, tuple(hello["process"] for hello in hellos),
+        tuple(bytes.fromhex(hello["contact"]) for hello in hellos if hello["contact"]),
     )  # fmt: skip
     exchange.say({"version": meeting.version, "servers": meeting.servers, "holders": meeting.holders})
     return meeting

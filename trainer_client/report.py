@@ -84,6 +84,8 @@ class ServerReport:
     error: str | None = None
     error_code: str | None = None
     ranks: tuple[RankReport, ...] = ()
+    window: Mapping[str, int | None] | None = None
+    """In mode ``streamed``: ``groups``, ``window_nbytes``, ``working_nbytes`` beside it, and ``budget_nbytes``."""
     stale: tuple[str, ...] = ()
     """Models of the server for which the push had no weights, and which keep theirs: ``draft``."""
     spans: tuple[Span, ...] = ()
@@ -100,7 +102,8 @@ class ServerReport:
             "server": self.server, "version": self.version, "ok": self.ok, "nbytes": self.nbytes,
             "packed_nbytes": self.packed_nbytes, "seconds": dict(self.seconds), "error": self.error,
             "error_code": self.error_code, "ranks": [asdict(rank) for rank in self.ranks],
-            "stale": list(self.stale), "spans": [asdict(span) for span in self.spans],
+            "stale": list(self.stale), "window": self.window and dict(self.window),
+            "spans": [asdict(span) for span in self.spans],
         }  # fmt: skip
 
     @classmethod
@@ -190,10 +193,20 @@ class PushReport:
                 f"{format_nbytes(most.nbytes)} (rank {most.rank}), the slowest (rank {slowest.rank}) in "
                 f"{slowest.seconds:.3f} s"
             )
+        lines += [_window_line(s.server, s.window) for s in self.servers if s.window]
         lines += [f"{s.server}: stale: {', '.join(s.stale)} (the push had no weights for it)"
                   for s in self.servers if s.stale]  # fmt: skip
         lines += [f"{s.server}: {s.error_code or 'error'}: {s.error}" for s in self.servers if s.error is not None]
         return "\n".join(lines)
+
+
+def _window_line(server: str, window: Mapping[str, int | None]) -> str:
+    nbytes, working, budget = (window[name] or 0 for name in ("window_nbytes", "working_nbytes", "budget_nbytes"))
+    most = f"of {format_nbytes(budget)}" if budget else "no PUSH_WEIGHTS_SHADOW_BYTES"
+    return (
+        f"{server}: {window['groups']} groups went through {format_nbytes(nbytes)}, with {format_nbytes(working)} to "
+        f"process them ({most})"
+    )
 
 
 def _spans(values: Mapping[str, Any]) -> tuple[Span, ...]:

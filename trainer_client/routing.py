@@ -25,7 +25,7 @@ from trainer_client.conversion import Conversion
 from trainer_client.sources import Shard
 from vllm_nixl_plugin.errors import PlanRefused
 from vllm_nixl_plugin.layout import Copy, box, compose, contiguous_strides, run_nbytes, runs, simplify
-from vllm_nixl_plugin.wire import Step, WeightSpec, WorkerPlan
+from vllm_nixl_plugin.wire import PlannedCopy, Step, WeightSpec, WorkerPlan
 
 SHARE_NBYTES = 4 << 10
 """Smaller parts are not worth an operation of their own, when replicas share the sending."""
@@ -149,6 +149,16 @@ def compute_route(offer: Offer, plan: WorkerPlan, *, direct_run_bytes: int, buff
             filler.add(destination, items[device, destination])
         batches += filler.finish()
     return Route(join_runs(rows), tuple(batches))
+
+
+def cut(plan: WorkerPlan) -> Iterator[WorkerPlan]:
+    """The part of a plan that has the copies of each of its groups, in their order."""
+    number = {destination: of for of, group in enumerate(plan.groups) for destination in group.destinations}
+    copies: list[list[PlannedCopy]] = [[] for _ in plan.groups]
+    for planned in plan.copies:
+        copies[number[planned.destination]].append(planned)
+    for mine in copies:
+        yield plan.model_copy(update={"copies": tuple(mine)})
 
 
 def _from_storage(leg: Leg, planned: Copy) -> list[Copy]:

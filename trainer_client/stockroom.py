@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from trainer_client.credits import Credits
 from trainer_client.exchange import Exchange
 from trainer_client.link import Link, Stock
 from trainer_client.meeting import Offered
@@ -24,22 +25,32 @@ class Stockroom:
         self.fabric: Fabric | None = None
         self.memory: SourceMemory | None = None
         self._links, self._make_fabric = links, make_fabric
+        self._credits: Credits | None = None
 
     def stock(self, sources: Sources, offered: Offered, exchange: Exchange) -> Stock:
         """The offering, its memory and the agent; memory that lies where it did stays registered.
 
         Errors: FabricError; those of the exchange, where ranks quantize together.
         """
-        if self.fabric is None:
-            self.fabric = self._make_fabric()
+        fabric = self._opened()
         quantizer = offered.quantizer
         with apart(sources.devices):
             if self.memory is None or not self.memory.holds(sources):
                 self.release()
-                self.memory = SourceMemory(self.fabric, sources if quantizer is None else quantizer.bind(sources))
+                self.memory = SourceMemory(fabric, sources if quantizer is None else quantizer.bind(sources))
             if quantizer is not None:
                 quantizer.measure(exchange)
-        return Stock(offered.offering, self.memory, self.fabric)
+        return Stock(offered.offering, self.memory, fabric, self._credits)
+
+    def contact(self) -> bytes:
+        """How workers reach the agent with their credits. Errors: FabricError."""
+        return self._opened().contact()
+
+    def _opened(self) -> Fabric:
+        if self.fabric is None:
+            self.fabric = self._make_fabric()
+            self._credits = Credits(self.fabric)
+        return self.fabric
 
     def settle(self, *, keep: bool) -> None:
         """After a push nothing moves any more. ``keep``: its tensors live on, so what was prepared on them is kept."""
@@ -60,6 +71,6 @@ class Stockroom:
         """Destroy the agent: the only way to stop writes that are under way. The next `stock` makes another."""
         if self.fabric is not None:
             self.fabric.close()
-        self.fabric, self.memory = None, None
+        self.fabric, self.memory, self._credits = None, None, None
         for link in self._links.values():
             link.forget()

@@ -6,6 +6,9 @@
     for each batch: wait until its send buffer is free -> fill it -> post it      (packing overlaps with the wire)
     wait until every write is done
 
+In mode ``streamed`` it does the first two for one group of the plan after the other, each when the workers have handed
+back its place in their windows (`credits`).
+
 Each write tells its worker, in a `Landed` message behind the bytes, how many bytes of which update have come.
 Giving up does not stop bytes that are under way: after an error
 call `drain`, and touch neither sources nor buffers unless it returns True or the agent is closed.
@@ -24,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer_client.batching import Runs
+from trainer_client.credits import Credits
 from trainer_client.packing import PreparedBatch
 from trainer_client.registration import BUFFERS, Place, SendBuffers, SourceMemory
 from trainer_client.report import Span
@@ -40,6 +44,8 @@ WRITE_NBYTES = 256 << 20
 WRITE_RUNS = 1 << 16
 """A direct write is closed when it has this many bytes or runs, so that its completion can be reported."""
 TICK_S = 0.1
+LOOK_S = 0.0005
+"""How often a writer looks for credits."""
 MAX_SPANS = 64
 
 
@@ -60,11 +66,13 @@ class Sent:
 
 @dataclass
 class Lane:
-    """The way to one worker: its plan, its memory and the route to it."""
+    """The way to one worker: its plan, its memory and the route to it. ``parts``: the route of each group, for a worker
+    with a window."""
 
     plan: str
     binding: Binding
     route: Route
+    parts: tuple[Route, ...] = ()
     direct: list[Write] = field(default_factory=list)
     posts: int = 0
     first_post: float = 0.0
@@ -72,12 +80,14 @@ class Lane:
 
 @dataclass(frozen=True)
 class _Packed:
-    """A batch bound to its buffer: fill, then post the writes. ``slot`` names the buffer."""
+    """A batch bound to its buffer: fill, then post the writes. ``slot`` names the buffer. ``group``: None without a
+    window."""
 
     lane: Lane
     slot: tuple[str, int]
     batch: PreparedBatch
     writes: tuple[Write, ...]
+    group: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -88,21 +98,29 @@ class _Packed:
 class Transfer:
     """All prepared writes to one server. Belongs to one thread at a time."""
 
-    def __init__(self, fabric: Fabric, memory: SourceMemory, buffers: SendBuffers, lanes: Sequence[Lane]) -> None:
-        """Connects, registers and prepares.
+    def __init__(
+        self,
+        fabric: Fabric,
+        memory: SourceMemory,
+        buffers: SendBuffers,
+        lanes: Sequence[Lane],
+        credits: Credits | None = None,
+    ) -> None:
+        """Connects, registers and prepares. ``credits``: of the fabric, where lanes have windows.
 
         Errors: FabricError, RegistrationFailed, PlanRefused; then nothing is left.
         """
-        self._fabric, self._memory = fabric, memory
+        self._fabric, self._memory, self._credits = fabric, memory, credits or Credits(fabric)
         self._lanes = tuple(lanes)
         self._packed: list[_Packed] = []
+        self._turns: list[_Turn] = []
         self._posted: list[Write] = []
         self._devices = sorted({batch.device for lane in self._lanes for batch in lane.route.batches})
         try:
             for lane in self._lanes:
-                self._prepare_direct(lane)
+                self._connect(lane)
             with apart(self._devices):
-                self._prepare_batches(buffers)
+                self._prepare(buffers)
         except BaseException:
             self.release()
             raise
@@ -128,21 +146,25 @@ class Transfer:
         fills: list[Span] = []
         for lane in self._lanes:
             lane.posts = 0
-            for write in lane.direct:
-                self._post(lane, write, update_id)
-        for packed in self._packed:
-            watch.wait(busy.pop(packed.slot, ()))
-            filling = time.monotonic()
-            with apart(self._devices):
-                packed.batch.fill()
-                synchronize(packed.slot[0])
-            filled = time.monotonic() - filling
-            sent.pack_s += filled
-            fills.append(Span("pack", filling - begin, filled, packed.nbytes, packed.lane.binding.worker))
-            for write in packed.writes:
-                self._post(packed.lane, write, update_id)
-            busy[packed.slot] = packed.writes
-        watch.wait(self._posted)
+        agents = [(lane.binding.agent, lane.plan) for lane in self._lanes if lane.parts]
+        with self._credits.expect(update_id, agents):
+            for turn in self._turns:
+                self._wait_for_room(turn, update_id, watch)
+                for lane, write in turn.direct:
+                    self._post(lane, write, update_id, turn.group)
+                for packed in turn.packed:
+                    watch.wait(busy.pop(packed.slot, ()))
+                    filling = time.monotonic()
+                    with apart(self._devices):
+                        packed.batch.fill()
+                        synchronize(packed.slot[0])
+                    filled = time.monotonic() - filling
+                    sent.pack_s += filled
+                    fills.append(Span("pack", filling - begin, filled, packed.nbytes, packed.lane.binding.worker))
+                    for write in packed.writes:
+                        self._post(packed.lane, write, update_id, packed.group)
+                    busy[packed.slot] = packed.writes
+            watch.wait(self._posted)
         sent.wire_s = max(time.monotonic() - begin - sent.pack_s, 0.0)
         sent.spans = (*_fewer(fills), *self._under_way(begin, watch.done_at))
         return sent
@@ -182,48 +204,84 @@ class Transfer:
             for write in packed.writes:
                 write.release()
         self._packed.clear()
+        self._turns.clear()
 
-    def _post(self, lane: Lane, write: Write, update_id: str) -> None:
-        landed = Landed(update_id=update_id, sequence=lane.posts, nbytes=write.nbytes, plan=lane.plan[:16])
+    def _wait_for_room(self, turn: _Turn, update_id: str, watch: _Watch) -> None:
+        """Until all workers that get bytes of this group have room for it; the writes before it go on meanwhile.
+
+        Errors: FabricError, DeadlineExceeded naming the worker.
+        """
+        for lane in turn.lanes:
+            window = lane.binding.window
+            before = -1 if window is None or turn.group is None else window.after[turn.group]
+            while before >= 0 and self._credits.look(update_id, lane.binding.agent) < before:
+                watch.look(
+                    f"worker {lane.binding.worker} did not hand back the place of group {before} in its window: it has "
+                    "not been installed; see the server's log, or raise timeout_s"
+                )
+                time.sleep(LOOK_S)
+
+    def _post(self, lane: Lane, write: Write, update_id: str, group: int | None) -> None:
+        landed = Landed(update_id=update_id, sequence=lane.posts, nbytes=write.nbytes, plan=lane.plan[:16], group=group)
         if not lane.posts:
             lane.first_post = time.monotonic()
         lane.posts += 1
         self._posted.append(write)
         write.post(encode_landed(landed))
 
-    def _prepare_direct(self, lane: Lane) -> None:
+    def _connect(self, lane: Lane) -> None:
         binding = lane.binding
         if not lane.route.nbytes:
             return
         remote = self._fabric.connect(binding.agent_metadata)
         if remote != binding.agent:
             raise InvalidRequest(f"worker {binding.worker} names agent {binding.agent!r}, but its metadata {remote!r}")
-        runs = lane.route.direct
-        self._memory.require(np.unique(runs.src).tolist())
-        for place in dict.fromkeys(self._memory.places):
-            here = np.array([p == place for p in self._memory.places], dtype=np.bool_)
-            for part in _chunks(runs.take(here[runs.src])):
-                lane.direct += self._writes(lane, part, self._memory.addresses[part.src], place)
 
-    def _prepare_batches(self, buffers: SendBuffers) -> None:
+    def _prepare(self, buffers: SendBuffers) -> None:
+        """The writes of all turns, in their order."""
         largest: dict[str, int] = {}
-        for lane in self._lanes:
-            for batch in lane.route.batches:
+        for route in (route for lane in self._lanes for route in lane.parts or (lane.route,)):
+            for batch in route.batches:
                 largest[batch.device] = max(largest.get(batch.device, 0), batch.nbytes)
         count: dict[str, int] = {}
+        whole = [(lane, lane.route) for lane in self._lanes if not lane.parts]
+        for number in range(max((len(lane.parts) for lane in self._lanes), default=0)):
+            parts = [(lane, lane.parts[number]) for lane in self._lanes if number < len(lane.parts)]
+            self._prepare_turn(_Turn(number), parts, buffers, largest, count)
+        self._prepare_turn(_Turn(None), whole, buffers, largest, count)
+
+    def _prepare_turn(
+        self, turn: _Turn, routes: Sequence[tuple[Lane, Route]], buffers: SendBuffers, largest: Mapping[str, int],
+        count: dict[str, int],
+    ) -> None:  # fmt: skip
+        """``largest``: bytes of the largest batch, and ``count``: batches so far, of each device."""
+        self._turns.append(turn)
+        for lane, route in routes:
+            for write in self._direct(lane, route.direct):
+                lane.direct.append(write)
+                turn.direct.append((lane, write))
         owners = self._memory.sources.owners
-        rounds = max((len(lane.route.batches) for lane in self._lanes), default=0)
+        rounds = max((len(route.batches) for _, route in routes), default=0)
         for number in range(rounds):
-            for lane in (lane for lane in self._lanes if number < len(lane.route.batches)):
-                batch = lane.route.batches[number]
+            for lane, route in ((lane, route) for lane, route in routes if number < len(route.batches)):
+                batch = route.batches[number]
                 slot = count.get(batch.device, 0) % BUFFERS
                 count[batch.device] = count.get(batch.device, 0) + 1
                 buffer = buffers.get(batch.device, slot, largest[batch.device])
                 at = np.full(len(batch.writes), buffer.data_ptr(), dtype=np.int64)
                 writes = self._writes(lane, batch.writes, at, Place.of(batch.device))
                 prepared = PreparedBatch(batch, owners, buffer, self._memory.sources.makers)
-                packed = _Packed(lane, (batch.device, slot), prepared, tuple(writes))
+                packed = _Packed(lane, (batch.device, slot), prepared, tuple(writes), turn.group)
                 self._packed.append(packed)
+                turn.packed.append(packed)
+
+    def _direct(self, lane: Lane, runs: Runs) -> Iterator[Write]:
+        """Straight from parameter memory."""
+        self._memory.require(np.unique(runs.src).tolist())
+        for place in dict.fromkeys(self._memory.places):
+            here = np.array([p == place for p in self._memory.places], dtype=np.bool_)
+            for part in _chunks(runs.take(here[runs.src])):
+                yield from self._writes(lane, part, self._memory.addresses[part.src], place)
 
     def _writes(self, lane: Lane, runs: Runs, bases: npt.NDArray[np.int64], place: Place) -> list[Write]:
         """One write for each kind of memory that the worker has destinations in."""
@@ -243,6 +301,21 @@ class Transfer:
             target = Descriptors(addresses[part.dst] + part.dst_offset, part.nbytes, memory, device_id)
             writes.append(self._fabric.prepare_write(binding.agent, source, target))
         return writes
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """What is written in one go: everything, or one group (a number) of the plans of all workers with a window."""
+
+    group: int | None
+    direct: list[tuple[Lane, Write]] = field(default_factory=list)
+    packed: list[_Packed] = field(default_factory=list)
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """Those that get something."""
+        found = [lane for lane, _ in self.direct] + [packed.lane for packed in self.packed]
+        return list({id(lane): lane for lane in found}.values())
 
 
 class _Watch:
@@ -273,6 +346,16 @@ class _Watch:
                     raise self._too_late() from error
             finally:
                 self._tell()
+
+    def look(self, late: str) -> None:
+        """Drive on what is posted. Errors: FabricError; DeadlineExceeded with that text, when it is ``late``."""
+        self._check()
+        for write in self._posted:
+            if write.state == "in_flight":
+                write.done()
+        self._tell()
+        if time.monotonic() >= self._deadline:
+            raise DeadlineExceeded(late)
 
     def _tell(self) -> None:
         self._untold += self._posted[self._seen :]

@@ -118,6 +118,10 @@ class NixlAgent(Fabric):
     def _export(self) -> bytes:
         return bytes(self._call("getLocalMD"))
 
+    def _export_contact(self) -> bytes:
+        none = self._bindings.nixlRegDList(self._segments["DRAM"])
+        return bytes(self._call("getLocalPartialMD", none, True, self._backends))
+
     def _import(self, name: str, blob: bytes) -> None:
         loaded = name
         try:

@@ -1,19 +1,22 @@
 """The plans of a worker's models as one plan (the stage: plan).
 
 A worker serves a target model and, with speculative decoding, a drafter. Each is planned for by itself; on the wire a
-worker has one plan. `plan_models` says which weights are meant for whom and puts the parts together; a `Held` plan
-remembers which destination of the whole belongs to which model. Called by `plane`, read by `binding` and `install`.
+worker has one plan. `plan_models` says which weights are meant for whom and puts the parts together, and what of them
+is installed together (`grouping`); a `Held` plan remembers which destination of the whole belongs to which model.
+Called by `plane`, read by `binding`, `install` and `streaming`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from vllm_nixl_plugin import graph
 from vllm_nixl_plugin.errors import PlanRefused
+from vllm_nixl_plugin.grouping import Grouped, Unit, group
 from vllm_nixl_plugin.loaded import LoadedModel
 from vllm_nixl_plugin.planning import Fill, Planned, dtype_of
 from vllm_nixl_plugin.wire import Destination, Manifest, PlannedCopy, WorkerPlan
@@ -49,6 +52,7 @@ class Part:
     places: tuple[Place, ...]
     self_check: Mapping[str, Any]
     partial: bool
+    groups: tuple[Grouped, ...] = ()
 
     @property
     def processed(self) -> set[str]:
@@ -133,15 +137,18 @@ def _accepted(planned: Sequence[tuple[LoadedModel, Planned]]) -> set[str]:
 def _compose(manifest: Manifest, planned: Sequence[tuple[LoadedModel, Planned]], stale: tuple[str, ...]) -> Held:
     if len(planned) == 1 and planned[0][1].plan.weights == manifest.weights:
         [(model, of)] = planned
-        plan = of.plan.model_copy(update={"stale": stale}) if stale else of.plan
-        return Held(plan, manifest.partial, (_part(model, of, manifest.partial),))
+        part = _part(model, of, manifest.partial)
+        plan = of.plan.model_copy(update={"stale": stale, "groups": tuple(each.group for each in part.groups)})
+        return Held(plan, manifest.partial, (part,))
     destinations: list[Destination] = []
     copies: list[PlannedCopy] = []
     fallback: dict[str, None] = {}
     unknown = {w.name for w in manifest.weights}
     index = {w.name: i for i, w in enumerate(manifest.weights)}
+    parts: list[Part] = []
     for model, of in planned:
         first = len(destinations)
+        parts.append(_part(model, of, manifest.partial, first))
         numbers = [index[model.prefix + w.name] for w in of.plan.weights]
         copies += [
             PlannedCopy(weight=numbers[c.weight], destination=first + c.destination, copy_=c.copy_, program=c.program)
@@ -153,8 +160,9 @@ def _compose(manifest: Manifest, planned: Sequence[tuple[LoadedModel, Planned]],
     plan = WorkerPlan(
         weights=manifest.weights, destinations=tuple(destinations), copies=tuple(copies),
         unused=tuple(w.name for w in manifest.weights if w.name in unknown), fallback=tuple(fallback), stale=stale,
+        groups=tuple(each.group for part in parts for each in part.groups),
     )  # fmt: skip
-    return Held(plan, manifest.partial, tuple(_part(model, of, manifest.partial) for model, of in planned))
+    return Held(plan, manifest.partial, tuple(parts))
 
 
 def _labelled(destination: Destination, label: str) -> Destination:
@@ -163,7 +171,31 @@ def _labelled(destination: Destination, label: str) -> Destination:
     return destination.model_copy(update={"names": tuple(f"{label}/{name}" for name in destination.names)})
 
 
-def _part(model: LoadedModel, of: Planned, partial: bool) -> Part:
+def _part(model: LoadedModel, of: Planned, partial: bool, first: int = 0) -> Part:
+    """``first``: the number of its first destination in the whole plan."""
     rows = zip(of.keys, of.plan.destinations, of.fills, strict=True)
     places = tuple(Place(model, (model.number, k), d, f) for k, d, f in rows)
-    return Part(model, of.plan, places, of.self_check, partial)
+    part = Part(model, of.plan, places, of.self_check, partial)
+    return part if partial else replace(part, groups=tuple(_groups(part, of.together, first)))
+
+
+def _groups(part: Part, together: Sequence[Sequence[int]], first: int) -> list[Grouped]:
+    """What of a model is installed together in mode ``streamed``."""
+    model, destinations = part.model, part.plan.destinations
+    number = {place.key[1]: i for i, place in enumerate(part.places)}
+    position = {path: i for i, path in enumerate(model.twin.modules)}
+    keys = model.twin.storage_keys()
+    units = []
+    for path in part.processed:
+        module = model.twin.modules[path]
+        mine = {keys[id(t)] for _, t in graph.tensors(module) if id(t) in keys}
+        reads = mine | {keys[id(t)] for t in graph.reachable_tensors(module) if id(t) in keys}
+        filled = sum(model.twin.storages[key].nbytes for key in mine)
+        working = filled + max(filled, model.record.owned_nbytes.get(path, 0))
+        units.append(Unit(path, position[path], frozenset(number[k] for k in reads if k in number), working))
+    units.sort(key=lambda unit: unit.position)
+    if model.has_hook and units:  # vLLM processes the model as a whole, after its modules
+        together = [*together, range(len(destinations))]
+    last = len(position)
+    at = [min((position.get(name.rpartition(".")[0], last) for name in d.names), default=last) for d in destinations]
+    return group(destinations, at, units, together, first)

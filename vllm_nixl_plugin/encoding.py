@@ -21,8 +21,11 @@ from vllm_nixl_plugin.layout import Copy
 from vllm_nixl_plugin.wire import (
     MAX_COPIES,
     MAX_DIMS,
+    MAX_GROUPS,
     MAX_HEAD_BYTES,
     PROTOCOL_VERSION,
+    Credit,
+    Group,
     Landed,
     PlannedCopy,
     PlannedWorker,
@@ -34,26 +37,53 @@ _UNREADABLE = (zlib.error, ValueError, KeyError, TypeError, AttributeError, Over
 """What foreign bytes make of JSON, zlib and pydantic."""
 
 _LANDED = struct.Struct("<4sB16sIQ8s")
+_LANDED_GROUP = struct.Struct("<4sB16sIQ8sI")
+_CREDIT = struct.Struct("<4sB16sI8s")
 
 
 def encode_landed(message: Landed) -> bytes:
-    """The bytes of a NIXL notification."""
-    return _LANDED.pack(
-        b"NXLD", PROTOCOL_VERSION, bytes.fromhex(message.update_id), message.sequence, message.nbytes,
+    """The bytes of a NIXL notification; four more in mode ``streamed``."""
+    fields = (
+        PROTOCOL_VERSION, bytes.fromhex(message.update_id), message.sequence, message.nbytes,
         bytes.fromhex(message.plan),
-    )
+    )  # fmt: skip
+    if message.group is None:
+        return _LANDED.pack(b"NXLD", *fields)
+    return _LANDED_GROUP.pack(b"NXLG", *fields, message.group)
 
 
 def decode_landed(data: bytes) -> Landed:
     """Errors: InvalidRequest when the bytes are not a notification of this version."""
-    if len(data) != _LANDED.size:
-        raise InvalidRequest(f"a notification of {len(data)} bytes; expected {_LANDED.size}")
-    magic, version, update, sequence, nbytes, plan = _LANDED.unpack(data)
-    if magic != b"NXLD" or version != PROTOCOL_VERSION:
+    form = {_LANDED.size: _LANDED, _LANDED_GROUP.size: _LANDED_GROUP}.get(len(data))
+    if form is None:
+        raise InvalidRequest(f"a notification of {len(data)} bytes; expected {_LANDED.size} or {_LANDED_GROUP.size}")
+    magic, version, update, sequence, nbytes, plan, *group = form.unpack(data)
+    if magic != (b"NXLG" if group else b"NXLD") or version != PROTOCOL_VERSION:
         raise InvalidRequest(f"a notification of kind {magic!r} version {version}; expected {PROTOCOL_VERSION}")
     if nbytes >= 1 << 63:
         raise InvalidRequest("a notification of more bytes than there can be")
-    return Landed(update_id=update.hex(), sequence=sequence, nbytes=nbytes, plan=plan.hex())
+    if group and group[0] >= MAX_GROUPS:
+        raise InvalidRequest("a notification for a group that no plan can have")
+    return Landed(
+        update_id=update.hex(), sequence=sequence, nbytes=nbytes, plan=plan.hex(), group=group[0] if group else None
+    )
+
+
+def encode_credit(message: Credit) -> bytes:
+    """The bytes of the notification with which a worker hands back a part of its window."""
+    return _CREDIT.pack(
+        b"NXCR", PROTOCOL_VERSION, bytes.fromhex(message.update_id), message.group, bytes.fromhex(message.plan)
+    )
+
+
+def decode_credit(data: bytes) -> Credit:
+    """Errors: InvalidRequest when the bytes are not a credit of this version."""
+    if len(data) != _CREDIT.size:
+        raise InvalidRequest(f"a credit of {len(data)} bytes; expected {_CREDIT.size}")
+    magic, version, update, group, plan = _CREDIT.unpack(data)
+    if magic != b"NXCR" or version != PROTOCOL_VERSION or group >= MAX_GROUPS:
+        raise InvalidRequest(f"a credit of kind {magic!r} version {version}; expected {PROTOCOL_VERSION}")
+    return Credit(update_id=update.hex(), group=group, plan=plan.hex())
 
 
 # The binary form of a plan: magic, version, lengths, a zlib-compressed JSON head (names, shapes, programs), then every
@@ -81,6 +111,8 @@ def encode_plan(plan: WorkerPlan) -> bytes:
     }
     if plan.stale:
         head["stale"] = list(plan.stale)
+    if plan.groups:
+        head["groups"] = [[list(g.destinations), g.window_nbytes, g.working_nbytes] for g in plan.groups]
     packed = zlib.compress(json.dumps(head, separators=(",", ":"), sort_keys=True).encode(), 1)
     body = struct.pack(f"<{len(numbers)}q", *numbers)
     return _PLAN_HEAD.pack(b"NXPL", PROTOCOL_VERSION, len(packed), len(plan.copies)) + packed + body
@@ -104,9 +136,15 @@ def decode_plan(data: bytes) -> WorkerPlan:
     try:
         head = json.loads(_inflated(data[_PLAN_HEAD.size : start]))
         programs = [tuple(Step.model_validate(s) for s in program) for program in head.pop("programs")]
-        shell = WorkerPlan.model_validate(head | {"copies": ()})
+        groups = [
+            Group(destinations=tuple(of), window_nbytes=window, working_nbytes=working)
+            for of, window, working in head.pop("groups", ())
+        ]
+        shell = WorkerPlan.model_validate(head | {"copies": (), "groups": groups})
     except _UNREADABLE as error:
         raise InvalidRequest(f"the head of a plan cannot be read: {type(error).__name__}") from None
+    if groups and sorted(i for g in groups for i in g.destinations) != list(range(len(shell.destinations))):
+        raise InvalidRequest("the groups of a plan do not have each of its destinations once")
     numbers = struct.unpack_from(f"<{(len(data) - start) // 8}q", data, start)
     copies = tuple(_copies(shell, programs, n_copies, numbers))
     return shell.model_copy(update={"copies": copies})

@@ -262,9 +262,12 @@ class Fabric(ABC):
     def metadata(self) -> bytes:
         """The right to write into all memory registered so far: a secret. Publish it again after registering more."""
         self._require_open()
-        name = self.name.encode()
-        body = len(name).to_bytes(2, "big") + name + self._export()
-        return zlib.crc32(body).to_bytes(4, "big") + body
+        return self._framed(self._export())
+
+    def contact(self) -> bytes:
+        """What another agent has to `connect` with in order to `notify` this one; it reaches no memory by that."""
+        self._require_open()
+        return self._framed(self._export_contact())
 
     def connect(self, metadata: bytes) -> str:
         """Learn about another agent and return its name. A known one whose metadata differ is disconnected first."""
@@ -333,6 +336,11 @@ class Fabric(ABC):
             self._registrations.clear()
             self._remotes.clear()
 
+    def _framed(self, exported: bytes) -> bytes:
+        name = self.name.encode()
+        body = len(name).to_bytes(2, "big") + name + exported
+        return zlib.crc32(body).to_bytes(4, "big") + body
+
     def _error(self, what: str, **details: Any) -> FabricError:
         return FabricError(f"agent {self.name!r}: {what}", agent=self.name, **details)
 
@@ -347,6 +355,9 @@ class Fabric(ABC):
 
     @abstractmethod
     def _export(self) -> bytes: ...
+
+    @abstractmethod
+    def _export_contact(self) -> bytes: ...
 
     @abstractmethod
     def _import(self, name: str, blob: bytes) -> None: ...

@@ -3,6 +3,8 @@
     prepare   in slices, while the engine serves: see `preparation`. Nothing that serves is touched.
     install   carry out what was prepared, the engine being paused: the point of no return
 
+In mode ``streamed`` both are done for one group after the other (`streaming`), and `install` only ends the update.
+
 Called by `plane`, in the worker's main thread.
 """
 
@@ -10,34 +12,65 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from vllm_nixl_plugin.binding import Binder
 from vllm_nixl_plugin.composition import Held
-from vllm_nixl_plugin.errors import InstallFailed, PushWeightsError
+from vllm_nixl_plugin.errors import InstallFailed, PushWeightsError, said
 from vllm_nixl_plugin.model import state_of
 from vllm_nixl_plugin.preparation import Preparation
+from vllm_nixl_plugin.streaming import Streaming
 from vllm_nixl_plugin.wire import Mode
 
 logger = logging.getLogger("vllm.nixl_plugin")
 
 
 class Installer:
-    """See the module. ``preparation``: what has been begun or is ready to be installed."""
+    """See the module. ``preparation``: what has been begun or is ready to be installed; ``streaming``: how far the
+    groups of an update are."""
 
     def __init__(self, worker: Any, number: int, binder: Binder) -> None:
         self.worker = worker
         self.number = number
         self.binder = binder
         self.preparation: Preparation | None = None
+        self.streaming: Streaming | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether the twins are as created."""
+        return self.preparation is None and self.streaming is None
+
+    def stream(self, held: Held, number: int, hand_back: Callable[[], None]) -> None:
+        """Install group ``number``, if it is not; those before it are. ``hand_back``: see `Streaming.install`.
+
+        Errors: NeedsRestart, InstallFailed.
+        """
+        try:
+            work = self.streaming
+            if work is None or work.held is not held:
+                self.release()
+                work = self.streaming = Streaming(self.worker, self.binder, held)
+            if work.installed == number:
+                work.install(hand_back)
+        except Exception as error:
+            self.release()
+            if isinstance(error, PushWeightsError):
+                error.details["untouched"] = False
+                raise
+            logger.exception("worker %s could not install group %d", self.number, number)
+            raise InstallFailed(f"worker {self.number}, group {number}: {said(error)}") from error
 
     def prepare(self, held: Held, mode: Mode, *, whole: bool) -> bool:
         """Do a slice of what makes an install ready, or all that is left. Returns whether it is ready.
 
         Errors: NeedsRestart, InstallFailed; always ``untouched`` in shadow mode.
         """
+        if mode == "streamed":
+            return self.streaming is not None and self.streaming.held is held and self.streaming.done
         try:
             work = self.preparation
             if work is None or work.held is not held or work.mode != mode:
@@ -61,6 +94,8 @@ class Installer:
 
         Errors: those of `prepare`, and InstallFailed without ``untouched`` when a copy failed half-way.
         """
+        if mode == "streamed":
+            return self._end_streaming(held)
         self.prepare(held, mode, whole=True)
         work = self.preparation
         assert work is not None
@@ -84,8 +119,20 @@ class Installer:
         self.binder.remainder.installed(held, mode)
         return work.seconds | {"copy": copied - start, "release": time.perf_counter() - copied}
 
+    def _end_streaming(self, held: Held) -> dict[str, float]:
+        work = self.streaming
+        if work is None or work.held is not held or not work.done:
+            raise InstallFailed(f"worker {self.number} has not installed all groups of this update")
+        start = time.perf_counter()
+        self.release()
+        self.binder.remainder.installed(held, "streamed")
+        return work.seconds | {"release": time.perf_counter() - start}
+
     def release(self) -> None:
         """Forget what was prepared; the twins go back to their state at creation."""
+        if self.streaming is not None:
+            groups, self.streaming = self.streaming, None
+            groups.release()
         if self.preparation is not None:
             work, self.preparation = self.preparation, None
             work.release()

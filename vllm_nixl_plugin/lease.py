@@ -100,6 +100,10 @@ class Judge:
         """The lease ends ``lease_s`` from now. Errors: StaleUpdate."""
         self._of(update_id).until = self._clock() + lease_s
 
+    def is_over(self, update_id: str) -> bool:
+        """Whether nobody has renewed the lease of this update in time."""
+        return self.lease is not None and self.holds(update_id) and self.lease.until <= self._clock()
+
     def beat(self, update_id: str, claim: int) -> None:
         """The process with this claim lives. Errors: StaleUpdate."""
         lease = self._of(update_id)

@@ -59,6 +59,8 @@ class LoadRecord:
     """Checksums of tensors as they were loaded, before any processing, by path."""
     state: dict[str, Any] = field(default_factory=dict)
     """Geometry of tensors and plain values, by path, when loading ended: what differs later is the engine's."""
+    owned_nbytes: dict[str, int] = field(default_factory=dict)
+    """Bytes of the tensors that each module had when loading ended."""
     modules: dict[str, weakref.ref[nn.Module]] = field(default_factory=dict)
     """The module objects by path when loading ended. LoRA may wrap them later: they serve on below the wrapper."""
     twin: Twin | None = None
@@ -169,15 +171,16 @@ class _Recorder:
         for path, tensor in graph.named_tensors(model):
             if self.geometry.get(path) == geometry_of(tensor):
                 self.facts[path] = _Fact(weakref.ref(tensor), geometry_of(tensor), digest(tensor))
-        self.before = {path: _storages(module) for path, module in model.named_modules()}
+        self.before = {path: set(_storages(module)) for path, module in model.named_modules()}
         self.stack.enter_context(self.watch)
 
     def processed(self, record: LoadRecord) -> None:
         assert self.model is not None
         for path, module in self.model.named_modules():
             record.modules[path] = weakref.ref(module)
-            if _storages(module) - self.before.get(path, set()):
+            if _storages(module).keys() - self.before.get(path, set()):
                 record.derived.add(path)
+            record.owned_nbytes[path] = sum(_storages(module).values())
             for name, slot in graph.owned(module):
                 record.state[f"{path}.{name}" if path else name] = state_of(slot.value)
         for path, tensor in graph.named_tensors(self.model):
@@ -205,8 +208,10 @@ class _Recorder:
         return "" if fact.digest == digest(tensor) else "bytes changed by processing"
 
 
-def _storages(module: nn.Module) -> set[int]:
-    return {int(t.untyped_storage()._cdata) for _, t in graph.tensors(module) if t.numel()}
+def _storages(module: nn.Module) -> dict[int, int]:
+    """The storages of a module's tensors and their bytes."""
+    storages = (t.untyped_storage() for _, t in graph.tensors(module) if t.numel())
+    return {int(storage._cdata): storage.nbytes() for storage in storages}
 
 
 def _recording(cls: type) -> type:

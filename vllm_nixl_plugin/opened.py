@@ -26,6 +26,8 @@ INSTALLING_STEPS = ("installing", "installed", "resuming")
 class Update:
     """``step`` is recorded before it happens; the judge's is the one that counts. ``drained``: no writer is under way;
     ``prepared``: the plane has made the install ready. ``landed``: agent and sequence of the notifications that count.
+    ``installed``: how many groups are in place, in mode ``streamed``; ``landed_in``: bytes that came for each;
+    ``after``: that of the window.
     """
 
     id: str
@@ -43,6 +45,9 @@ class Update:
     landed: set[tuple[str, int]] = field(default_factory=set)
     arrived_nbytes: int = 0
     foreign: int = 0
+    installed: int = 0
+    landed_in: dict[int, int] = field(default_factory=dict)
+    after: tuple[int, ...] = ()
     stages: dict[str, float] | None = None
     install_error: errors.PushWeightsError | None = None
 
@@ -64,6 +69,30 @@ class Update:
         elif (agent, message.sequence) not in self.landed:
             self.landed.add((agent, message.sequence))
             self.arrived_nbytes += message.nbytes
+            if message.group is not None:
+                self.landed_in[message.group] = self.landed_in.get(message.group, 0) + message.nbytes
+
+    @property
+    def stands(self) -> bool:
+        """Whether generation is paused from begin on, and half of the update in what serves is to be feared."""
+        return self.mode != "shadow"
+
+    def groups_landed(self) -> int:
+        """How many groups, from the first, are all there, in mode ``streamed``.
+
+        Errors: InvalidRequest when more arrived for one than the plan has.
+        """
+        expected = self.cached.group_nbytes
+        for group, nbytes in self.landed_in.items():
+            if group >= len(expected) or nbytes > expected[group]:
+                raise errors.InvalidRequest(
+                    f"{nbytes} bytes arrived for group {group} of update {self.id}, more than its plan has: two "
+                    "writers overlap", arrived_nbytes=nbytes,
+                )  # fmt: skip
+        number = self.installed
+        while number < len(expected) and self.landed_in.get(number, 0) == expected[number]:
+            number += 1
+        return number
 
     def arrived(self, worker: int) -> dict[str, Any]:
         """The counts. Errors: InvalidRequest when more arrived than the plan has."""

@@ -36,6 +36,11 @@ class CachedPlan:
         """`WorkerPlan.nbytes`, counted once."""
         return self.plan.nbytes
 
+    @cached_property
+    def group_nbytes(self) -> list[int]:
+        """`WorkerPlan.group_nbytes`, counted once."""
+        return self.plan.group_nbytes()
+
 
 @dataclass
 class _Job:

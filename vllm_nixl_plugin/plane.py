@@ -137,6 +137,7 @@ class WorkerPlane:
             "unused": list(plan.unused),
             "fallback": list(plan.fallback),
             "stale": list(plan.stale),
+            "streamed": self.binder.foresee(self._of(plan)),
             "self_check": summed([part.self_check for part in self._of(plan).parts]),
             "destinations": [
                 {
@@ -158,8 +159,10 @@ class WorkerPlane:
 
     # Register and transfer
 
-    def bind(self, plan: WorkerPlan, mode: Mode) -> Binding:
+    def bind(self, plan: WorkerPlan, mode: Mode, contacts: Sequence[bytes] = ()) -> Binding:
         """Addresses of all destinations for one mode; memory is reserved and registered when it was not yet.
+
+        ``contacts``: the agents that a window is handed back to.
 
         Errors: EngineAsleep, EngineTorn, InsufficientMemory, RegistrationFailed, UnknownPlan (a live home is no longer
         one).
@@ -171,8 +174,8 @@ class WorkerPlane:
                 f"the {', '.join(sorted(torn))} model holds half of an update, and this push has no weights for it: "
                 "push all weights of target and draft model"
             )
-        binding = self.binder.bind(held, mode)
-        if mode == "in_place":
+        binding = self.binder.bind(held, mode, contacts)
+        if mode != "shadow":
             self._torn |= held.labels
         return binding
 
@@ -217,9 +220,25 @@ class WorkerPlane:
             self._holds_twins = True
 
     def _leave_twins(self) -> None:
-        if self._holds_twins and self.installer.preparation is None:
+        if self._holds_twins and self.installer.idle:
             self._holds_twins = False
             self._lock.release()
+
+    def install_group(self, plan: WorkerPlan, number: int, credit: bytes | None) -> None:
+        """Mode ``streamed``: install a group of the plan, all of which is there; those before it are installed.
+
+        ``credit``: what to tell the writers when its place in the window is free. Errors: NeedsRestart, InstallFailed.
+        """
+        self._take_twins()
+
+        def hand_back() -> None:
+            if credit is not None:
+                self.binder.hand_back(credit)
+
+        try:
+            self.installer.stream(self._of(plan), number, hand_back)
+        finally:
+            self._leave_twins()
 
     def install(self, plan: WorkerPlan, mode: Mode) -> dict[str, float]:
         """Put the prepared weights in place; seconds by stage (those of `prepare_install` among them).

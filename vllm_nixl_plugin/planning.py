@@ -58,6 +58,8 @@ class Planned:
     fills: tuple[tuple[Fill, ...], ...]
     self_check: Mapping[str, Any] = field(default_factory=dict)
     """What `selfcheck` found, for the summary."""
+    together: tuple[tuple[int, ...], ...] = ()
+    """Destinations that vLLM's loader fills from the same whole weights, with those of these weights."""
 
 
 def make_plan(
@@ -79,6 +81,7 @@ def make_plan(
     fills: list[tuple[Fill, ...]] = []
     used: set[str] = set()
     whole: dict[str, None] = {}
+    loaded: list[tuple[int, set[str]]] = []
     for item in traced:
         of_item: list[Fill] = []
         number = len(destinations)
@@ -97,6 +100,7 @@ def make_plan(
                 of_item.append(Fill(piece.copy, None))
             else:
                 whole.update(dict.fromkeys(sorted(root.sources)))
+                loaded.append((number, set(root.sources)))
                 of_item.append(Fill(piece.copy, None))
         if mine or any(isinstance(p.root, Opaque) for p in item.pieces):
             home: Home = "live" if item.live and not any(isinstance(p.root, Opaque) for p in item.pieces) else "shadow"
@@ -105,6 +109,9 @@ def make_plan(
             keys.append(item.key)
             fills.append(tuple(of_item))
     used |= set(whole)
+    first = len(destinations)
+    at = {name: first + i for i, name in enumerate(whole)}
+    together = tuple((number, *sorted(at[name] for name in names)) for number, names in loaded)
     for name in whole:
         spec = manifest.weights[index[name]]
         copies.append(_whole(spec, index[name], len(destinations)))
@@ -118,7 +125,7 @@ def make_plan(
         weights=manifest.weights, destinations=tuple(destinations), copies=tuple(copies), unused=unused,
         fallback=tuple(whole),
     )  # fmt: skip
-    return Planned(plan, tuple(keys), tuple(fills))
+    return Planned(plan, tuple(keys), tuple(fills), together=together)
 
 
 def _step(operation: Operation) -> Step:

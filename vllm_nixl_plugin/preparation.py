@@ -23,10 +23,9 @@ from torch import nn
 from vllm_nixl_plugin import graph
 from vllm_nixl_plugin.binding import Binder
 from vllm_nixl_plugin.composition import Held, Part
+from vllm_nixl_plugin.filling import Filling, whole_weights
 from vllm_nixl_plugin.loaded import LoadedModel
-from vllm_nixl_plugin.memory import Arena
 from vllm_nixl_plugin.pairing import Change, Pairing
-from vllm_nixl_plugin.planning import dtype_of
 from vllm_nixl_plugin.twin import engine_context
 from vllm_nixl_plugin.wire import Mode
 
@@ -113,7 +112,7 @@ class Preparation:
             for place in part.places:
                 if place.live and not any(n.rpartition(".")[0] in paths for n in place.destination.names):
                     self.live.served.append(part.model.live_storage(place.destination))
-                    self.live.shadows.append(self._arena[place.key])
+                    self.live.shadows.append(self._binder.shadow(place.key))
 
     def _timed(self, stage: str, units: Iterator[None]) -> Iterator[None]:
         """The same units; their seconds, without what lies between slices, are added to a stage."""
@@ -127,55 +126,20 @@ class Preparation:
 
     def _fill(self, part: Part, paths: set[str]) -> Iterator[None]:
         """All of it before any processing: a module may read its neighbours."""
-        twin = part.model.twin
         self._filled.append(part.model)
-        twin.restore()
-        filled: set[int] = set()
-        keys = twin.storage_keys()
-        places = {place.key: place for place in part.places}
-        served = part.model.record.served()
+        part.model.twin.restore()
+        filling = Filling(part, self._binder, self.mode)
         for path in sorted(paths):
-            contents: dict[int, torch.Tensor] = {}
-            for name, tensor in graph.tensors(twin.modules[path]):
-                storage = keys.get(id(tensor))
-                if storage is None or storage in filled:
-                    continue
-                filled.add(storage)
-                info, key = twin.storages[storage], (part.model.number, storage)
-                place = places.get(key)
-                if place is not None and (self.mode == "shadow" or not place.live):
-                    contents[storage] = self._arena[key].to(info.device, copy=True)
-                elif place is not None:
-                    contents[storage] = part.model.live_storage(place.destination).clone()
-                elif self.held.partial and self._binder.remainder.is_whole(key):
-                    contents[storage] = self._arena[key].to(info.device, copy=True)
-                elif path in served and (
-                    info.value is None or (self.held.partial and part.model.is_live(info.names))
-                ):
-                    today = dict(graph.tensors(served[path])).get(name)
-                    if today is not None and today.untyped_storage().nbytes() == info.nbytes:
-                        contents[storage] = graph.raw_bytes(today).clone()
-                    else:
-                        contents[storage] = torch.empty(info.nbytes, dtype=torch.uint8, device=info.device)
-                elif isinstance(info.value, int | float):
-                    contents[storage] = twin.made_anew(storage)
-            twin.fill_more(contents)
+            filling.fill(path)
             yield
-        for number, rest in self._binder.remainder.needed(part) if self.held.partial else ():
-            if isinstance(rest, int) and rest not in filled:
-                twin.fill_more({rest: self._arena[number, rest].to(twin.storages[rest].device, copy=True)})
-                yield
+        for _ in filling.fill_rest() if self.held.partial else ():
+            yield
 
     def _process(self, part: Part, paths: set[str]) -> Iterator[None]:
         twin, config = part.model.twin, part.model.record.model_config
         if part.plan.fallback:
-            specs = {w.name: w for w in part.plan.weights}
-            weights = []
-            for name in part.plan.fallback:
-                raw = self._arena[part.model.number, name].cpu()
-                weights.append((name, raw.view(dtype_of(specs[name].dtype)).view(specs[name].shape)))
             with engine_context(twin.config, config):
-                twin.load_weights(weights)
+                twin.load_weights(whole_weights(part, self._binder, part.plan.fallback))
             yield
         steps = twin.processing(paths)
         while True:
@@ -189,8 +153,3 @@ class Preparation:
         for path in sorted(paths & set(served)):
             pairing.module(path, served[path], part.model.twin.modules[path])
             yield
-
-    @property
-    def _arena(self) -> Arena:
-        assert self._binder.arena is not None
-        return self._binder.arena

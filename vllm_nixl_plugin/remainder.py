@@ -106,11 +106,11 @@ class Remainder:
         return key in self._whole
 
     def exposed(self, held: Held, mode: Mode) -> None:
-        """From now on the update may write: into its shadows, and in mode ``in_place`` into what serves."""
+        """From now on the update may write: into its shadows, and in other modes than ``shadow`` into what serves."""
         with self._lock:
             for place in held.places:
                 self._whole.discard(place.key)
-                if mode == "in_place" and place.live:
+                if mode == "streamed" or (mode == "in_place" and place.live):
                     self._changed.add(place.key)
 
     def installed(self, held: Held, mode: Mode) -> None:
@@ -119,7 +119,7 @@ class Remainder:
             self._loaded = {}
             for place in held.places:
                 self._changed.add(place.key)
-                if mode == "shadow" or not place.live:
+                if mode == "shadow" or (mode == "in_place" and not place.live):
                     self._whole.add(place.key)
 
     def forget(self) -> None:

@@ -27,17 +27,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm_nixl_plugin import errors
+from vllm_nixl_plugin.encoding import encode_credit
 from vllm_nixl_plugin.lease import STALE_HEARTBEAT_S, Judge, superseded
 from vllm_nixl_plugin.opened import INSTALLING_STEPS, PAUSED_STEPS, Update
 from vllm_nixl_plugin.peering import Peering
 from vllm_nixl_plugin.plan_cache import CachedPlan, PlanCache
 from vllm_nixl_plugin.readings import Readings
 from vllm_nixl_plugin.stages import Plane
-from vllm_nixl_plugin.wire import Mode
+from vllm_nixl_plugin.wire import Credit, Mode
 
 logger = logging.getLogger("vllm.nixl_plugin")
 
 HISTORY = 20
+LISTEN_S = 0.05
+"""How long a worker listens for bytes in one call."""
 FIRST_VERSION = "default"
 
 
@@ -142,16 +145,17 @@ class WorkerSession:
                 if record["update_id"] == update_id:
                     return {"over": record}
             update = self.update if self.update and self.update.id == update_id else None
-            return self.judge.claim(
+            claimed = self.judge.claim(
                 update_id, purpose, claimant, request, options,
                 opened=update is not None, step=update.step if update else None,
             )  # fmt: skip
+            return claimed | {"mode": update.mode if update else None}
 
     # What is said to all workers.
 
     def begin(
         self, update_id: str, epoch: int, version: str, mode: Mode, holder: str, plan: str,
-        known_bindings: list[str], writers: Sequence[str] = (),
+        known_bindings: list[str], writers: Sequence[str] = (), contacts: Sequence[bytes] = (),
     ) -> dict[str, Any]:
         """Open an update and give its memory. Ends the one that was open, fencing it off when it was not drained.
 
@@ -168,9 +172,9 @@ class WorkerSession:
             self._serves(self.update)
             self._close("done")
         elif self.update is not None:
-            self._close("expired", torn=self.update.mode == "in_place")
+            self._close("expired", torn=self.update.stands)
         self._check_heals(cached)
-        if mode == "in_place":
+        if mode != "shadow":
             self._readings.clear()
         if self.undrained is not None:
             self._check_writers(writers)
@@ -179,13 +183,14 @@ class WorkerSession:
             self.undrained, self._undrained_by, self._writers = None, (), ()
         self.plane.notifications()
         try:
-            binding = self.plane.bind(cached.plan, mode)
+            binding = self.plane.bind(cached.plan, mode, contacts)
         except errors.UnknownPlan:
             self.plans.drop(plan)
             raise
         digest = binding.digest()
         update = Update(update_id, epoch, version, mode, holder, cached, self.plane.incarnation(), tuple(writers))
-        update.step = "opening" if mode == "in_place" else None
+        update.after = binding.window.after if binding.window is not None else ()
+        update.step = "opening" if update.stands else None
         with self._lock:
             self.incarnation = update.incarnation
             self.update = update
@@ -223,14 +228,51 @@ class WorkerSession:
         """
         with self._lock:
             update = self._claimed(update_id, claim)
-            update.drained = True
+            update.drained = update.drained or update.mode != "streamed"
             if update.step not in PAUSED_STEPS:
                 update.step = "waiting"
         got = self._collect(update)
         if got["arrived_nbytes"] == got["expected_nbytes"] and not update.prepared and update.stages is None:
-            stands = self.torn or update.mode == "in_place"
+            stands = self.torn or update.stands
+            update.drained = True  # in mode `streamed` nothing but this says so: every byte has been written once
             update.prepared = self.plane.prepare_install(update.plan, update.mode, whole=whole or stands)
         return got | {"mode": update.mode, "ready": update.prepared or update.stages is not None}
+
+    def stream(self, update_id: str, claim: int, install: int) -> dict[str, Any]:
+        """Mode ``streamed``, in step ``waiting``: install the groups up to ``install``, which have landed on all
+        workers, and wait a moment for further ones. All workers have to be asked for the same.
+
+        ``landed``, ``installed``: how many of the ``groups``; ``silent``: at the judge, nobody renews the lease.
+        Errors: StaleUpdate, IncarnationChanged, InvalidRequest; those of `Plane.install_group`, and then torn.
+        """
+        with self._lock:
+            update = self._claimed(update_id, claim)
+        if update.install_error is not None:
+            raise update.install_error
+        total = len(update.plan.groups)
+        try:
+            self._collect(update)
+            for number in range(update.installed, min(install, update.groups_landed())):
+                self.plane.install_group(update.plan, number, self._credit(update, number))
+                update.installed = number + 1
+        except Exception as error:
+            raise self._failed_install(update, error) from error
+        until = time.monotonic() + LISTEN_S
+        while (landed := update.groups_landed()) == update.installed < total and time.monotonic() < until:
+            time.sleep(LISTEN_S / 100)
+            self._collect(update)
+        with self._lock:
+            self.judge.seen(update_id, claim)
+            silent = self.judge.is_over(update_id) and update.arrived_nbytes < update.cached.nbytes
+        return {"landed": landed, "installed": update.installed, "groups": total, "silent": silent}
+
+    @staticmethod
+    def _credit(update: Update, number: int) -> bytes | None:
+        """What to tell the writers when a group has left the window. The end of the last ones is of no use to them."""
+        later = update.after[number + 1 :]
+        if not later or max(later) < number:
+            return None
+        return encode_credit(Credit(update_id=update.id, group=number, plan=update.cached.digest[:16]))
 
     def record_step(self, update_id: str, claim: int, step: str, held: bool | None = None) -> dict[str, Any]:
         """Judge: note what is about to happen. ``resuming`` implies that the new weights serve.
@@ -276,12 +318,15 @@ class WorkerSession:
         return {"stages": update.stages, "version": update.version}
 
     def finish(self, update_id: str, claim: int, timings: dict[str, float]) -> dict[str, Any]:
-        """The new weights serve. Errors: StaleUpdate; InstallFailed when they are not installed."""
+        """The new weights serve; the ``record`` of the update. The judge hears it past the engine's loop.
+
+        Errors: StaleUpdate; InstallFailed when they are not installed.
+        """
         with self._lock:
-            if self._done(update_id) is not None:
-                return {}
-            self._serves(self._claimed(update_id, claim))
-            return self._close("done", timings=timings)
+            if self._done(update_id) is None:
+                self._serves(self._claimed(update_id, claim))
+                self._close("done", timings=timings)
+            return {"record": self._done(update_id)}
 
     def abort(
         self, update_id: str, claim: int, *, drained: bool = False, untouched: bool = False, torn: bool = False,
@@ -300,7 +345,7 @@ class WorkerSession:
                 return {}
             update = self._claimed(update_id, claim)
             update.drained |= drained
-            torn |= update.mode == "in_place" and not untouched
+            torn |= update.stands and not untouched
         return self._close(outcome, torn=torn, error=error, timings=timings)
 
     def checkpoint(self) -> list[list[Any]]:
@@ -317,7 +362,7 @@ class WorkerSession:
             if self.torn:
                 raise errors.EngineTorn("the engine holds half of an update: push all weights, then compare")
             if update is not None and (
-                update.mode == "in_place" or update.stages is not None or update.step in INSTALLING_STEPS
+                update.stands or update.stages is not None or update.step in INSTALLING_STEPS
             ):
                 raise errors.LeaseHeld(
                     f"update {update.id} is changing the weights: ask again when it is over",
@@ -334,7 +379,7 @@ class WorkerSession:
             if self.phase == "torn" and not held:
                 raise errors.EngineTorn("the engine holds half of an update: push all weights, that resumes it")
             update = self.update
-            if update is not None and (update.step in PAUSED_STEPS or update.mode == "in_place" or self.torn):
+            if update is not None and (update.step in PAUSED_STEPS or update.stands or self.torn):
                 raise errors.LeaseHeld(
                     f"update {update.id} keeps the engine paused and resumes it when it is over",
                     holder=update.holder, expires_in_s=STALE_HEARTBEAT_S, update_id=update.id,
@@ -418,7 +463,7 @@ class WorkerSession:
             error = errors.InstallFailed(f"worker {self.worker}: {errors.said(error)}; see its log")
         with self._lock:
             update.install_error = error
-            self.torn |= update.mode == "in_place" or not error.details.get("untouched", False)
+            self.torn |= update.stands or not error.details.get("untouched", False)
         return error
 
     def _close(
@@ -433,7 +478,7 @@ class WorkerSession:
             if outcome != "done" and not update.drained:
                 self.undrained = update.id
                 self._undrained_by = update.writers
-                self._writers = update.writers if update.mode == "in_place" else ()
+                self._writers = update.writers if update.stands else ()
             record = update.record("torn" if self.torn and outcome == "failed" else outcome)
             self.history.append(record | {"error": error, "timings": timings or {}, "at": time.time()})
             self.update = None

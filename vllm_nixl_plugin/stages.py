@@ -1,6 +1,8 @@
 """The stages of an update on one worker, as `session` calls them. `plane` has the real ones.
 
     make_plan -> bind -> notifications -> prepare_install -> install          otherwise: discard, and fence if need be
+
+In mode ``streamed`` `install_group` is called for each group as it lands, before the last two.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ class Plane(Protocol):
     def make_plan(self, manifest: Manifest) -> WorkerPlan:
         """Takes seconds and runs in a thread. Errors: PlanRefused."""
 
-    def bind(self, plan: WorkerPlan, mode: Mode) -> Binding:
-        """Allocate and register. Errors: InsufficientMemory, RegistrationFailed, EngineAsleep; then nothing is left."""
+    def bind(self, plan: WorkerPlan, mode: Mode, contacts: Sequence[bytes] = ()) -> Binding:
+        """Allocate and register; ``contacts``: the agents that a window is handed back to.
+
+        Errors: InsufficientMemory, RegistrationFailed, EngineAsleep; then nothing is left."""
 
     def notifications(self) -> list[tuple[str, bytes]]:
         """Agent name and message of every notification since the last call."""
@@ -38,6 +42,10 @@ class Plane(Protocol):
     def prepare_install(self, plan: WorkerPlan, mode: Mode, *, whole: bool) -> bool:
         """All bytes are there: make the install ready, changing nothing that serves; a slice of that, if not ``whole``.
         Returns whether it is ready. Errors: those of `install`."""
+
+    def install_group(self, plan: WorkerPlan, number: int, credit: bytes | None) -> None:
+        """Mode ``streamed``: install a group that is all there, after those before it, and tell the writers the credit
+        when its place in the window is free. Errors: those of `install`, never ``untouched``."""
 
     def install(self, plan: WorkerPlan, mode: Mode) -> dict[str, float]:
         """Put the weights in place, the engine being paused; seconds by stage. Errors: InstallFailed, NeedsRestart,

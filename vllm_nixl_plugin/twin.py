@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +112,8 @@ class Twin:
         self._spare: list[torch.Tensor] = []
         self._left_by_loading: dict[tuple[int, Any], tuple[graph.Slot, Any]] = {}
         self._objects: list[tuple[Any, Any]] = []
+        self._holders: list[set[str]] = []  # of each of these objects: the modules that have it
+        self._objects_of: dict[str, list[int]] = {}
         self._snapshot(mode.fill)
 
     def _unwrap_loaders(self) -> None:
@@ -133,15 +135,22 @@ class Twin:
 
     def _snapshot(self, fill: Mapping[int, float]) -> None:
         seen: set[int] = set()
+        number: dict[int, int] = {}
         for path, module in self.modules.items():
+            mine = self._objects_of[path] = [len(self._objects)]
             self._objects.append((module, _copied(module)))
+            self._holders.append({path})
             for name, slot in graph.owned(module):
                 value = slot.value
                 if isinstance(value, torch.Tensor):
                     self._keep(f"{path}.{name}" if path else name, value, fill, seen)
-                elif graph.has_slots(value) and id(value) not in seen:
-                    seen.add(id(value))
-                    self._objects.append((value, _copied(value)))
+                elif graph.has_slots(value):
+                    if id(value) not in number:
+                        number[id(value)] = len(self._objects)
+                        self._objects.append((value, _copied(value)))
+                        self._holders.append(set())
+                    self._holders[number[id(value)]].add(path)
+                    mine.append(number[id(value)])
 
     def _keep(self, path: str, tensor: torch.Tensor, fill: Mapping[int, float], seen: set[int]) -> None:
         old = tensor.untyped_storage()
@@ -195,6 +204,18 @@ class Twin:
         for holder, state in self._objects:
             _put_back(holder, state)
         self.fill_tensors({})
+
+    def release(self, paths: Set[str], storages: Iterable[int]) -> None:
+        """As `restore`, for some modules whose results are in place, with these storages: so their memory is free. What
+        they share with other modules stays as it is."""
+        for index in sorted({index for path in paths for index in self._objects_of[path]}):
+            if self._holders[index] <= paths:
+                _put_back(*self._objects[index])
+        for key in storages:
+            if {name.rpartition(".")[0] for name in self.storages[key].names} & self.modules.keys() <= paths:
+                made = self._storage(self.storages[key], None)
+                for kept in self._kept_of[key]:
+                    _place(kept, made)
 
     def fill_tensors(self, contents: Mapping[int, torch.Tensor]) -> None:
         """Give tensors the given storages (uint8 tensors by storage key); others go back to meta or creation values.

@@ -1,6 +1,6 @@
 """Updates as one API process drives them: begin, commit, abort, and the watchdog that takes over from a dead process.
 
-    begin   grant (judge) -> begin (all: memory) -> [in_place: pause -> open (judge)] -> addresses to the caller
+    begin   grant (judge) -> begin (all: memory) -> [all but shadow: pause -> open (judge)] -> addresses
     commit  claim (judge) -> the steps of steps.py, in a task of its own
     abort   claim (judge) -> abort (all)
 
@@ -50,7 +50,7 @@ class Updates:
         self.claimant = uuid.uuid4().hex
         self._heartbeat_s = heartbeat_s
         self._watch_s = watch_s
-        self._tasks: dict[asyncio.Task[None], str] = {}
+        self._tasks: dict[asyncio.Task[dict[str, Any] | None], str] = {}
         self._watchdog: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -84,19 +84,18 @@ class Updates:
         details = {
             "epoch": epoch, "version": request.version, "mode": request.mode,
             "known_bindings": list(request.known_bindings), "writers": list(request.writers),
+            "contacts": list(request.contacts),
         }  # fmt: skip
         steps = Steps(self.engine, update_id, 0, self._heartbeat_s)
         try:
-            if request.mode == "in_place":
-                answers, paused = await self.engine.call_all_and_is_paused("begin", common | details)
-            else:
-                answers, paused = await self.engine.call_all("begin", common | details), None
+            pause = None if request.mode == "shadow" else request.pause
+            answers, paused, pausing = await steps.begin(common | details, pause)
             state = answers[0]["state"]
             if _inconsistent(answers):
                 state = (await self.engine.call_all("mark_torn", {"update_id": update_id}))[0]["state"]
             bound = tuple(_bound(a["result"]) for a in answers)
-            if request.mode == "in_place":
-                await steps.stand_still(request.pause, request.lease_s, state, paused)
+            if pause is not None:
+                await steps.stand_still(pause, request.lease_s, state, paused, pausing)
         except Exception as error:
             logger.warning("update %s cannot begin: %s", update_id, error)
             retracting = self._spawn(update_id, steps.retract())
@@ -138,7 +137,10 @@ class Updates:
         deadline, pause_s = time.monotonic() + wait_s, FIRST_POLL_S
         here = [task for task, of in self._tasks.items() if of == update_id]
         if here and wait_s > 0:
-            await asyncio.wait(here, timeout=wait_s)
+            ended, _ = await asyncio.wait(here, timeout=wait_s)
+            for task in ended:
+                if not task.cancelled() and not task.exception() and (record := task.result()):
+                    return _update_status(record)
         while True:
             status = await self.engine.ask_judge("status")
             records = [*status["history"], *([status["update"]] if status["update"] else [])]
@@ -188,15 +190,17 @@ class Updates:
 
     def _go_on(self, update_id: str, claimed: dict[str, Any]) -> None:
         steps = Steps(self.engine, update_id, claimed["claim"], self._heartbeat_s)
-        self._spawn(update_id, steps.go_on(claimed["step"], claimed["options"]))
+        self._spawn(update_id, steps.go_on(claimed["step"], claimed["options"], claimed.get("mode")))
 
-    def _spawn(self, update_id: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _spawn(
+        self, update_id: str, work: Coroutine[Any, Any, dict[str, Any] | None]
+    ) -> asyncio.Task[dict[str, Any] | None]:
         task = asyncio.create_task(work, name=f"nixl-update-{update_id}")
         self._tasks[task] = update_id
         task.add_done_callback(self._ended)
         return task
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _ended(self, task: asyncio.Task[dict[str, Any] | None]) -> None:
         self._tasks.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("%s ended with %s: %s", task.get_name(), type(error).__name__, error)
@@ -238,10 +242,10 @@ def _not_ready(status: dict[str, Any]) -> str:
     update = status["update"]
     if status["torn"]:
         return "an update broke off half-way: push all weights"
-    if update and (update["mode"] == "in_place" or update["step"] in PAUSED_STEPS):
+    if update and (update["mode"] != "shadow" or update["step"] in PAUSED_STEPS):
         lease = status["lease"]
-        if update["mode"] == "in_place" and lease and lease["expires_in_s"] < 0 and not lease["claim"]:
-            return f"the trainer of in-place update {update['update_id']} fell silent: push all weights"
+        if update["mode"] != "shadow" and lease and lease["expires_in_s"] < 0 and not lease["claim"]:
+            return f"the trainer of {update['mode']} update {update['update_id']} fell silent: push all weights"
         return f"update {update['update_id']} has paused generation"
     if status["held"]:
         return "generation was paused by hand"

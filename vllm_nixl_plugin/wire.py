@@ -27,8 +27,10 @@ MAX_BODY_BYTES = 1 << 30
 MAX_MANIFEST_BYTES = 256 << 20
 MAX_HEAD_BYTES = 512 << 20
 MAX_WORKERS = 100_000
+MAX_GROUPS = 1_000_000
+MAX_CONTACT_BYTES = 64 << 10
 
-Mode = Literal["shadow", "in_place"]
+Mode = Literal["shadow", "in_place", "streamed"]
 PauseMode = Literal["keep", "wait", "abort"]
 KvCachePolicy = Literal["recompute", "keep"]
 Home = Literal["live", "shadow", "source"]
@@ -84,6 +86,17 @@ class Destination(Record):
     home: Home
 
 
+class Group(Record):
+    """Destinations that are installed together in mode ``streamed``; the first group first.
+
+    ``window_nbytes``: what they take of the window, ``working_nbytes``: what it takes beside it to process them.
+    """
+
+    destinations: tuple[int, ...]
+    window_nbytes: NBytes
+    working_nbytes: NBytes
+
+
 class PlannedCopy(Record):
     """Elements of one weight that go to one destination: indices into the lists of the plan, geometry, program.
 
@@ -109,11 +122,34 @@ class WorkerPlan(Record):
     fallback: tuple[Name, ...] = ()
     stale: tuple[Name, ...] = ()
     """Models of the worker that the manifest has no weights for, and that keep theirs: ``draft``."""
+    groups: tuple[Group, ...] = ()
+    """For mode ``streamed``: each destination is in one. None in the plan of a partial push."""
 
     @property
     def nbytes(self) -> int:
         """Bytes that have to arrive at the worker in one push."""
         return sum(c.copy_.dst_nbytes for c in self.copies)
+
+    def group_nbytes(self) -> list[int]:
+        """Bytes that have to arrive for each group."""
+        found = [0] * len(self.groups)
+        number = {i: of for of, group in enumerate(self.groups) for i in group.destinations}
+        for c in self.copies if self.groups else ():
+            found[number[c.destination]] += c.copy_.dst_nbytes
+        return found
+
+
+class Window(Record):
+    """The memory that the groups of a plan pass through in mode ``streamed``.
+
+    ``after``: for each group, the last one whose place it takes: it may be written when that has been handed back
+    (`Credit`), or at once (-1). ``budget_nbytes``: what the server allows, None where it does not say.
+    """
+
+    nbytes: NBytes
+    working_nbytes: NBytes
+    budget_nbytes: NBytes | None
+    after: tuple[Annotated[int, Field(ge=-1)], ...] = Field(max_length=MAX_GROUPS)
 
 
 class Binding(Record):
@@ -128,6 +164,8 @@ class Binding(Record):
     addresses: tuple[int, ...]
     memories: tuple[int, ...] = ()
     """Indices of destinations whose memory is of the other kind than ``memory`` (host shadows of a GPU worker)."""
+    window: Window | None = None
+    """In mode ``streamed``: several destinations have the same address then, one after the other."""
 
     def digest(self) -> str:
         """Names the binding: another one after every restart, fence or move of memory."""
@@ -145,14 +183,20 @@ class BeginRequest(Record):
     known_bindings: tuple[Digest, ...] = Field(default=(), max_length=MAX_WORKERS)
     """Digests of bindings the caller still holds: a worker whose binding is among them does not send it again."""
     pause: PauseMode = "keep"
-    """How generation stops in mode ``in_place``, which stops it here and not at the commit; within ``lease_s``."""
+    """How generation stops in modes ``in_place`` and ``streamed``, which stop it here and not at the commit; within
+    ``lease_s``."""
     writers: tuple[Annotated[str, Field(max_length=256)], ...] = Field(default=(), max_length=MAX_WRITERS)
     """All processes that will write (`processes.this_process`): an ``in_place`` update that they leave undrained keeps
     others out until it has been called drained, or all of them are gone."""
+    contacts: tuple[Annotated[bytes, Field(max_length=MAX_CONTACT_BYTES)], ...] = Field(
+        default=(), max_length=MAX_WRITERS
+    )
+    """In mode ``streamed``: how the agent of each writer is reached (`Fabric.contact`), for the credits."""
 
 
 class CommitRequest(Record):
-    """Install what has arrived. The caller states by this that all its handles are done (the update is drained).
+    """Install what has arrived. The caller states by this that all its handles are done (the update is drained); in
+    mode ``streamed`` it says it before its first write, and the server installs what lands group by group.
 
     ``timeout_s`` bounds the wait for the last notifications and for the pause. ``pause`` has no meaning in mode
     ``in_place``, nor for a torn engine: generation stands still already.
@@ -326,3 +370,13 @@ class Landed(Record):
     nbytes: NBytes
     plan: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
     """The first 16 hexadecimal digits of the plan's digest."""
+    group: Annotated[int, Field(ge=0, lt=MAX_GROUPS)] | None = None
+    """In mode ``streamed``: the group of the plan that the bytes belong to."""
+
+
+class Credit(Record):
+    """A notification of a worker to every writer: the window has room again where ``group`` and all before it lay."""
+
+    update_id: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    group: Annotated[int, Field(ge=0, lt=MAX_GROUPS)]
+    plan: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]

@@ -17,12 +17,12 @@ from vllm_nixl_plugin.session import WorkerSession
 
 logger = logging.getLogger("vllm.nixl_plugin")
 
-CHANNEL_ACTIONS = frozenset({"status", "renew", "heartbeat", "grant", "claim", "record_step", "hold"})
-JUDGE_ONLY = CHANNEL_ACTIONS - {"status"} | {"channel"}
+CHANNEL_ACTIONS = frozenset({"status", "renew", "heartbeat", "grant", "claim", "record_step", "hold", "finish"})
+JUDGE_ONLY = CHANNEL_ACTIONS - {"status", "finish"} | {"channel"}
 PEER_ACTIONS = frozenset({"offer", "fetch"})
 ACTIONS = CHANNEL_ACTIONS | JUDGE_ONLY | PEER_ACTIONS | {
     "checkpoint", "describe", "fingerprint", "plan_start", "plan_poll", "plan_read", "plan_summary",
-    "begin", "mark_torn", "take_over", "prepare", "install", "finish", "abort",
+    "begin", "mark_torn", "take_over", "prepare", "stream", "install", "finish", "abort",
 }  # fmt: skip
 
 

@@ -59,6 +59,9 @@ MODELS: dict[str, Callable[[], tf.PreTrainedModel]] = {
     "qwen3-moe-wide": lambda: tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**_WIDE, **_WIDE_EXPERTS)),
     "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**_DENSE)),
     "deepseek-v2": lambda: tf.DeepseekV2ForCausalLM(tf.DeepseekV2Config(**_MLA)),
+    # Counts as a mixture of experts, but has none: data-parallel ranks step together, which vLLM's CPU build cannot do
+    # with experts.
+    "deepseek-v2-dense": lambda: tf.DeepseekV2ForCausalLM(tf.DeepseekV2Config(**_MLA | {"first_k_dense_replace": 2})),
     "mamba2": lambda: tf.Mamba2ForCausalLM(tf.Mamba2Config(**_MAMBA)),
 }
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial as bind
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from trainer_client.asynchronous import Pushes, PushHandle, queued
 from trainer_client.batching import ALIGNMENT
@@ -33,9 +33,10 @@ from trainer_client.block_fp8 import BlockFP8, choose
 from trainer_client.collector import Collector
 from trainer_client.control import Control, checkpoints
 from trainer_client.conversion import Conversion, Convert, checkpoint_converter
-from trainer_client.delivery import Options, Server, deliver, gather
+from trainer_client.delivery import Options, deliver, gather
 from trainer_client.environment import read_token, trainer_settings
 from trainer_client.exchange import Exchange
+from trainer_client.fleet import Fleet, Require, Servers, check_require, required
 from trainer_client.group import RankGroup
 from trainer_client.link import Link, Stock
 from trainer_client.meeting import Meeting, Offered, Request, check_options, meet, settle
@@ -56,8 +57,6 @@ if TYPE_CHECKING:
 
     from trainer_client.sources import Value
 
-Require = Literal["all"] | int
-
 DIRECT_RUN_BYTES = 16 << 10
 """Shorter runs are packed: below this a copy into the send buffer costs less than one more descriptor on the wire."""
 
@@ -66,7 +65,8 @@ class WeightClient:
     """Pushes the weights of a trainer to vLLM servers that run vllm-nixl-plugin.
 
     Args:
-        servers: a sequence of their base URLs, ``http://host:port``. Those of rank 0 count.
+        servers: their base URLs, ``http://host:port``; or what lists them at each push: a function, a file with a line
+            for each, or ``dns+http://name:port`` for all addresses of a name. Those of rank 0 count.
         token: their PUSH_WEIGHTS_TOKEN; default: what this process's environment has (docs/configuration.md).
         timeout_s: how long one push may take on each server, from plan to the end of the install.
         lease_s: how long a server keeps an update open for a trainer that fell silent; renewed while the push runs.
@@ -76,7 +76,8 @@ class WeightClient:
         send_buffer_bytes: size of one send buffer; there are two for each server and source device.
         direct_run_bytes: contiguous runs from this length on are written straight from parameter memory.
         progress: show a bar; default: when standard error is a terminal.
-        require: how many servers must take the push, else `PushFailed` is raised: ``"all"`` or a number.
+        require: how many servers must take the push, else `PushFailed` is raised: ``"all"``, a number (2) or a share
+            of those that are listed (0.5). Those that fail are tried again at the next push.
         group: the ranks that push together: a ``ProcessGroup`` or a `RankGroup`; default: all of ``torch.distributed``
             where that is initialised, else this process alone.
         rank_timeout_s: how long a rank may give no sign of life during a push before it counts as lost.
@@ -86,7 +87,7 @@ class WeightClient:
 
     def __init__(
         self,
-        servers: Sequence[str],
+        servers: Servers,
         *,
         token: str | None = None,
         timeout_s: float = 600.0,
@@ -102,11 +103,6 @@ class WeightClient:
         fabric: Callable[[str], Fabric] | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        urls = [servers] if isinstance(servers, str) else list(servers)
-        if not urls or len({url.rstrip("/") for url in urls}) != len(urls):
-            raise InvalidRequest(f"servers is {urls}; expected the URL of each server once")
-        if require != "all" and not (1 <= require <= len(urls)):
-            raise InvalidRequest(f"require is {require!r}; expected 'all' or a number from 1 to {len(urls)}")
         least = {
             "timeout_s": timeout_s, "lease_s": lease_s, "direct_run_bytes": direct_run_bytes,
             "rank_timeout_s": rank_timeout_s,
@@ -117,18 +113,19 @@ class WeightClient:
         if send_buffer_bytes < ALIGNMENT:
             raise InvalidRequest(f"send_buffer_bytes is {send_buffer_bytes}; expected at least {ALIGNMENT}")
         self._timeout_s, self._lease_s, self._rank_timeout_s = timeout_s, lease_s, rank_timeout_s
-        self._required = len(urls) if require == "all" else require
+        self._require = require
         self._show_progress = progress
         self._limits = {"direct_run_bytes": direct_run_bytes, "buffer_bytes": send_buffer_bytes}
         devices = trainer_settings().interfaces if interfaces is None else tuple(interfaces)
         make_fabric = fabric or bind(NixlAgent, backend=backend, interfaces=devices)
         token = token if token is not None else read_token()
-        controls = [Control(url, token=token, transport=transport) for url in urls]
-        self._links = {control.server: Link(control.server) for control in controls}
-        self._servers = [Server(control, self._links[control.server]) for control in controls]
+        self._links: dict[str, Link] = {}
         self._identity = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         names = (f"trainer-{self._identity}-{number}" for number in itertools.count())
         self._stockroom = Stockroom(self._links, lambda: make_fabric(next(names)))
+        connect = bind(Control, token=token, transport=transport)
+        self._fleet = Fleet(servers, connect, self._links, self._stockroom.retire)
+        check_require(require, len(self._fleet.servers) if self._fleet.is_fixed else None)
         self._given_group, self._group = group, group if isinstance(group, RankGroup) else None
         self._collector = Collector()
         self._offered: Offered | None = None
@@ -221,7 +218,19 @@ class WeightClient:
 
     def status(self) -> dict[str, ServerStatus | PushWeightsError]:
         """How every server stands, or why it does not say so."""
-        return {server.control.server: _status(server.control) for server in self._servers}
+        servers = self._fleet.servers or self._fleet.refresh()
+        return {server.control.server: _status(server.control) for server in servers}
+
+    def add_server(self, url: str) -> None:
+        """Push to this server, too, from the next push on. It need not have had any push before.
+
+        Errors: InvalidRequest, for what is no URL.
+        """
+        self._fleet.add(url)
+
+    def remove_server(self, url: str) -> None:
+        """Leave this server alone from the next push on; it serves what it has. Errors: InvalidRequest."""
+        self._fleet.remove(url)
 
     def close(self, *, cancel: bool = False) -> None:
         """Release all memory and connections, when the pushes that were started are over. Doing it twice is fine.
@@ -234,8 +243,7 @@ class WeightClient:
         self._stockroom.close()
         if self._group is not None:
             self._group.board.close()
-        for server in self._servers:
-            server.control.close()
+        self._fleet.close()
 
     @contextmanager
     def _one_at_a_time(self) -> Iterator[None]:
@@ -282,7 +290,10 @@ class WeightClient:
         begin = time.monotonic()
         try:
             with Exchange(self._ranks(), timeout_s=self._timeout_s, rank_timeout_s=self._rank_timeout_s) as exchange:
-                meeting = meet(exchange, request, self._offered, tuple(self._links), self._next_version,
+                if exchange.is_leader:
+                    self._fleet.refresh()
+                urls = tuple(server.control.server for server in self._fleet.servers)
+                meeting = meet(exchange, request, self._offered, urls, self._next_version,
                                self._stockroom.contact)  # fmt: skip
                 stock = self._stock(exchange, request, meeting)
                 if exchange.is_leader:
@@ -310,7 +321,7 @@ class WeightClient:
     def _choose(self, exchange: Exchange, conversion: Conversion, quantize: BlockFP8) -> tuple[str, ...]:
         """The weights to quantize: rank 0 asks its servers and tells the others."""
         if exchange.is_leader:
-            controls = [server.control for server in self._servers]
+            controls = [server.control for server in self._fleet.servers]
             names = choose(conversion, quantize, lambda: checkpoints(controls))
             exchange.put("quantized", json.dumps(names).encode())
             return names
@@ -335,7 +346,7 @@ class WeightClient:
         )  # fmt: skip
         deliveries = [
             bind(deliver, server, exchange.group, Team(exchange, number), stock, options, progress, cancel, before)
-            for number, server in enumerate(self._servers)
+            for number, server in enumerate(self._fleet.servers)
         ]
         servers = gather(deliveries, cancel)
         exchange.check()
@@ -349,6 +360,8 @@ class WeightClient:
         self, exchange: Exchange, meeting: Meeting, stock: Stock, cancel: threading.Event
     ) -> tuple[PushReport, PushFailed | None]:
         """Every other rank: do as rank 0 says, until it says how the push ended."""
+        for gone in self._links.keys() - set(meeting.servers):
+            self._stockroom.retire(self._links.pop(gone))
         links = [self._links.setdefault(server, Link(server)) for server in meeting.servers]
         said = follow(exchange, links, stock, cancel.is_set)
         report = PushReport.from_dict(said["end"])
@@ -364,12 +377,13 @@ class WeightClient:
         return str(self._number)
 
     def _judged(self, report: PushReport) -> PushFailed | None:
-        if len(report.succeeded) >= self._required:
+        needed = required(self._require, len(report.servers))
+        if len(report.succeeded) >= needed:
             return None
         failed = [f"{s.server}: {s.error_code}: {s.error}" for s in report.servers if not s.ok]
         return PushFailed(
             f"{len(report.succeeded)} of {len(report.servers)} servers have version {report.version}, required are "
-            f"{self._required}. {'; '.join(failed)}", report=report, **report.to_dict(),
+            f"{needed}. {'; '.join(failed)}", report=report, **report.to_dict(),
         )  # fmt: skip
 
     def _ranks(self) -> RankGroup:

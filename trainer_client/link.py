@@ -140,6 +140,16 @@ class Link:
         self._prepared, self._buffers = None, None
         self._bindings.clear()
 
+    def leave(self, fabric: Fabric | None) -> None:
+        """The server is none of ours any more: nothing of it stays with the agent. Errors: FabricError."""
+        self.release()
+        if self._buffers is not None:
+            self._buffers.release()
+        if fabric is not None:
+            for binding in self._bindings.values():
+                fabric.disconnect(binding.agent)
+        self.forget()
+
     def plans(self, digest: str, fetch: Callable[[], bytes]) -> Plans:
         """The plans of this digest, in their encoded form from ``fetch`` unless they are those of the last call."""
         if digest not in self._plans:

@@ -59,9 +59,11 @@ class Progress:
     def stage(self, server: str, stage: str, *, total_nbytes: int | None = None) -> None:
         """``server`` enters ``stage``; ``total_nbytes`` is what its bar counts to, once known."""
         with self._lock:
-            now = replace(self._servers[server], stage=stage)
+            now = replace(self._servers.get(server, ServerProgress()), stage=stage)
             self._servers[server] = now if total_nbytes is None else ServerProgress(stage, 0, total_nbytes)
         if self._bars is not None:
+            if server not in self._tasks:  # it has come since
+                self._tasks[server] = self._bars.add_task(server, total=None, stage=stage)
             self._bars.update(self._tasks[server], stage=stage)
             if total_nbytes is not None:
                 self._bars.update(self._tasks[server], total=total_nbytes)

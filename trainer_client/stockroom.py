@@ -59,6 +59,10 @@ class Stockroom:
         elif not keep:
             self.release()
 
+    def retire(self, link: Link) -> None:
+        """A server has gone. Errors: FabricError."""
+        link.leave(self.fabric)
+
     def release(self) -> None:
         """Let go of the memory of the last push."""
         for link in self._links.values():

@@ -74,7 +74,7 @@ class Updates:
         """Errors: LeaseHeld, UnknownPlan, EngineTorn, and whatever keeps a worker from giving memory."""
         workers = self.engine.workers
         if len(request.plans) != len(workers):
-            raise errors.InvalidRequest(f"{len(request.plans)} plans for {len(workers)} workers: one each, in order")
+            raise errors.UnknownPlan(f"{len(request.plans)} plans for {len(workers)} workers: plan again, for each")
         update_id = uuid.uuid4().hex
         common = {
             "update_id": update_id, "holder": request.holder,

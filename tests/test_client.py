@@ -327,19 +327,25 @@ def test_an_answer_that_is_no_json_is_an_error_with_its_text() -> None:
         control.status()
 
 
-def test_a_broken_connection_is_tried_again_except_for_begin(servers, server, monkeypatch) -> None:
+def test_a_broken_connection_is_tried_again(servers, server, monkeypatch) -> None:
     monkeypatch.setattr("trainer_client.control.RETRY_S", 0.0)
     broken = httpx.ReadError("reset")
-    server.fail |= {("POST", "/plan"): [broken, broken], ("GET", "/status"): [broken]}
+    server.fail |= {("POST", "/plan"): [broken, broken], ("GET", "/status"): [broken], ("POST", "/updates"): [broken]}
     with client_of(servers) as client:
         assert client.push_weights(model()).ok
-        server.fail["POST", "/updates"] = [broken]
-        with pytest.raises(PushFailed, match="unreachable"):
-            client.push_weights(model())
+    assert server.aborts == []
 
 
-def test_an_update_of_this_client_whose_opening_was_lost_does_not_block_the_next_push(client, server) -> None:
+def test_an_update_whose_opening_was_lost_is_ended_as_drained_and_opened_again_in_the_same_push(client, server) -> None:
     server.lose_answers = 1
+    assert client.push_weights(model(1)).ok
+    assert server.aborts == [True]
+    server.expect(model(1))
+
+
+def test_an_update_that_this_client_had_the_addresses_of_is_not_taken_for_drained(client, server) -> None:
+    broken = httpx.ReadError("reset")
+    server.fail |= {("POST", "/updates/{id}/commit"): [broken] * 3, ("DELETE", "/updates/{id}"): [broken] * 3}
     with pytest.raises(PushFailed, match="unreachable"):
         client.push_weights(model())
     assert client.push_weights(model(1)).ok
@@ -348,7 +354,8 @@ def test_an_update_of_this_client_whose_opening_was_lost_does_not_block_the_next
 
 
 def test_an_update_of_somebody_else_is_left_alone(server, servers) -> None:
-    server.lose_answers = 1
+    broken = httpx.ReadError("reset")
+    server.fail |= {("POST", "/updates/{id}/commit"): [broken] * 3, ("DELETE", "/updates/{id}"): [broken] * 3}
     with client_of(servers) as one, client_of(servers) as other:
         with pytest.raises(PushFailed):
             one.push_weights(model())

@@ -81,7 +81,8 @@ class Server:
     """A server as rank 0 knows it.
 
     ``planned``: the digest of a manifest and of the plans for it; ``routed``: the offering and plans for which all
-    ranks have worked out their routes; ``told``: bindings that all ranks can fetch, and the digest to fetch them by.
+    ranks have worked out their routes; ``told``: bindings that all ranks can fetch, and the digest to fetch them by;
+    ``opened``: the last update whose addresses have come.
     """
 
     control: Control
@@ -89,6 +90,7 @@ class Server:
     planned: tuple[str, str] | None = None
     routed: tuple[Offering, str] | None = None
     told: tuple[tuple[Target, ...], str] | None = None
+    opened: str | None = None
 
     def forget_plans(self) -> None:
         """The server does not know them any more."""
@@ -113,6 +115,7 @@ def deliver(
     push = _Push(server, group, team, stock, options, progress, cancel, begin - sum(before.values()))
     for stage, seconds in before.items():
         push.note(stage, begin - sum(before.values()) + sum(push.seconds.values()), seconds)
+    server.control.until = begin + options.timeout_s + GRACE_S
     error: PushWeightsError | None = None
     try:
         try:
@@ -233,7 +236,10 @@ class _Push:
         self._server.routed = offering, digest
 
     def _begin(self, plans: Plans) -> UpdateOpened:
-        """Open the update. One that this client left behind, because an answer was lost, is ended first."""
+        """Open the update. One that this client left behind, because an answer was lost, is ended first.
+
+        Nobody has written for it if that was the answer with its addresses.
+        """
         options = self._options
         request = BeginRequest(
             plans=tuple(worker.plan for worker in plans.workers), version=options.version, mode=options.mode,
@@ -241,12 +247,15 @@ class _Push:
             known_bindings=self._link.known_bindings(), writers=options.writers, contacts=options.contacts,
         )  # fmt: skip
         try:
-            return self._control.begin(request, options.lease_s)
+            opened = self._control.begin(request, options.lease_s)
         except LeaseHeld as held:
             if held.details.get("holder") != options.holder or "update_id" not in held.details:
                 raise
-            self._control.abort(str(held.details["update_id"]), drained=False)
-            return self._control.begin(request, options.lease_s)
+            left = str(held.details["update_id"])
+            self._control.abort(left, drained=left != self._server.opened)
+            opened = self._control.begin(request, options.lease_s)
+        self._server.opened = opened.update_id
+        return opened
 
     def _share_out(self, digest: str, plans: Plans, opened: UpdateOpened) -> Transfer:
         """Order the other ranks to write, and prepare the writes of this one."""

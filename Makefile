@@ -4,7 +4,7 @@ BIN := .venv/bin
 PYTEST_ARGS ?=
 export PIP_ARGS
 
-.PHONY: setup lint docs test test-all test-fast fidelity trainers fuzz demo clean
+.PHONY: setup lint docs test test-all test-fast fidelity trainers fuzz screenshots demo clean
 
 setup:  ## the CPU environment in .venv (nothing to do while its inputs are the same)
 	$(PYTHON) scripts/setup_cpu.py
@@ -41,6 +41,9 @@ trainers: setup  ## trainers of 2 and 4 ranks in every layout against dense and 
 MINUTES ?= 5
 fuzz: setup  ## decoders, notifications, channel, worker, routes and a real server get what nobody would send; MINUTES=5
 	FUZZ_MINUTES=$(MINUTES) $(BIN)/python -m pytest tests/test_fuzz.py -q --timeout=0
+
+screenshots: setup  ## drive the live page and the timeline in Chromium (apt-get install chromium), check them, write docs/images
+	$(BIN)/python scripts/screenshots.py
 
 demo: setup
 	$(BIN)/python examples/demo.py

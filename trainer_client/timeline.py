@@ -89,15 +89,20 @@ def page(report: PushReport) -> str:
     if first > end / 2:
         pictures += _titled(f"From {first:.3f} s on: what every push does", _picture(report, first, end))
     template = Template(files("trainer_client").joinpath("timeline.html").read_text(encoding="utf-8"))
-    took = f"{len(report.succeeded)} of {len(report.servers)} servers"
+    took = f"{len(report.succeeded)} of {_count(len(report.servers), 'server')}"
+    sent = f"{format_nbytes(report.nbytes)} from {_count(len(report.ranks), 'rank')}"
     return template.substitute(
         title=escape(f"Push of version {report.version}"),
         summary=escape(
-            f"{took} in {report.seconds:.3f} s, {format_nbytes(report.nbytes)} from {max(len(report.ranks), 1)} ranks, "
-            f"mode {report.mode}. Requests stood still for {_standstill(report)}."
+            f"{took} in {report.seconds:.3f} s, {sent}, mode {report.mode}. "
+            f"Requests stood still for {_standstill(report)}."
         ),
         pictures=pictures, legend=_legend(report), stages=_stages(report), ranks=_ranks(report), errors=_errors(report),
     )  # fmt: skip
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def _spans(server: ServerReport) -> Iterator[Span]:
@@ -175,13 +180,15 @@ def _legend(report: PushReport) -> str:
 
 def _stages(report: PushReport) -> str:
     shown = [stage for stage in STAGES if any(stage in server.seconds for server in report.servers)]
-    head = ["Server", "Version", "Bytes", "Packed", *(f"{stage} s" for stage in shown)]
     rows = [
-        [server.server, server.version or "?", format_nbytes(server.nbytes), format_nbytes(server.packed_nbytes),
-         *(f"{server.seconds[stage]:.4f}" if stage in server.seconds else "-" for stage in shown)]
-        for server in report.servers
-    ]  # fmt: skip
-    return _table(head, rows)
+        ["version", *(server.version or "?" for server in report.servers)],
+        ["bytes", *(format_nbytes(server.nbytes) for server in report.servers)],
+        ["packed", *(format_nbytes(server.packed_nbytes) for server in report.servers)],
+    ]
+    for stage in shown:
+        cells = [f"{server.seconds[stage]:.4f} s" if stage in server.seconds else "-" for server in report.servers]
+        rows.append([stage, *cells])
+    return _table(["", *(server.server for server in report.servers)], rows)
 
 
 def _ranks(report: PushReport) -> str:

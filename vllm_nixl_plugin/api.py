@@ -96,11 +96,13 @@ router = APIRouter(prefix=PREFIX, route_class=Route)
 
 
 def attach(app: FastAPI) -> None:
-    """Add the routes to an app."""
+    """Add the routes to an app, and the live page."""
     from vllm_nixl_plugin import peer_routes
+    from vllm_nixl_plugin.ui import routes
 
     app.include_router(router)
     app.include_router(peer_routes.router)
+    app.include_router(routes.router)
 
 
 def app_for(updates: Updates) -> FastAPI:
@@ -132,6 +134,12 @@ async def ready(request: Request, version: Annotated[str | None, Query(max_lengt
         reason = f"the server has weights {now.weight_version!r}, not {version!r}"
     body = {"ready": not reason, "reason": reason, "weight_version": now.weight_version, "state": now.state}
     return JSONResponse(body, 503 if reason else 200)
+
+
+@router.get("/history")
+async def history(request: Request) -> Response:
+    """The last updates that have ended, in their order; a bounded number."""
+    return JSONResponse({"updates": await _updates(request).history()})
 
 
 @router.get("/metadata")

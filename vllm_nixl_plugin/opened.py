@@ -7,6 +7,7 @@ begin pauses the engine. `session` makes an `Update` at begin and drops it at th
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,7 @@ class Update:
     cached: CachedPlan
     incarnation: str
     writers: tuple[str, ...] = ()
+    begun_at: float = field(default_factory=time.time)
     claim: int = 0
     step: str | None = None
     drained: bool = False
@@ -109,4 +111,5 @@ class Update:
         return {
             "update_id": self.id, "version": self.version, "mode": self.mode, "state": state, "step": self.step,
             "holder": self.holder, "nbytes": self.cached.nbytes, "arrived_nbytes": self.arrived_nbytes,
+            "begun_at": self.begun_at,
         }  # fmt: skip

@@ -165,6 +165,12 @@ class Updates:
             **{k: status[k] for k in ("state", "torn", "held", "weight_version", "epoch", "incarnation", "server")},
         )  # fmt: skip
 
+    async def history(self) -> list[dict[str, Any]]:
+        """The last updates that have ended since the judge was started, with their times."""
+        kept = {*UpdateStatus.model_fields, "holder", "begun_at", "at"}
+        status = await self.engine.ask_judge("status")
+        return [{key: value for key, value in record.items() if key in kept} for record in status["history"]]
+
     async def pause(self, mode: PauseMode, kv_cache: KvCachePolicy) -> None:
         """Pause generation by hand; commits leave it paused from now on. Errors: LeaseHeld."""
         await self.engine.ask_judge("hold", {"held": True})

@@ -149,7 +149,7 @@ class WorkerSession:
                 update_id, purpose, claimant, request, options,
                 opened=update is not None, step=update.step if update else None,
             )  # fmt: skip
-            return claimed | {"mode": update.mode if update else None}
+            return claimed | {"mode": update.mode} if update and "claim" in claimed else claimed
 
     # What is said to all workers.
 

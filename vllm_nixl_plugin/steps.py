@@ -8,8 +8,10 @@ group as they land, until `prepare` finds everything in place.
 What stands without brackets is one call of the engines each, the names in parentheses are the steps that the workers
 record by themselves in it, and those in brackets are told to the judge alone, past the engine's loop: of the end the
 others hear when their engines, which generate again, come to it. Where generation stands still from begin on, there is
-nothing to pause, and what the policy clears is cleared together with prepare. Every step is recorded before it happens, and every step may be repeated, so whoever holds the claim goes on from where it finds an
-update. A step of an older claim is refused with StaleUpdate, which ends these `Steps`.
+nothing to pause, and what the policy clears is cleared together with prepare.
+
+Every step is recorded before it happens, and every step may be repeated, so whoever holds the claim goes on from where
+it finds an update. A step of an older claim is refused with StaleUpdate, which ends these `Steps`.
 
 The judge's step can be behind the other workers' by one call that has not reached all: who takes over tells all workers
 his claim first (`take_over`), after which nothing of the dead process gets through, and looks at all their steps.
@@ -31,7 +33,9 @@ from vllm_nixl_plugin.wire import CommitRequest, KvCachePolicy, PauseMode
 
 logger = logging.getLogger("vllm.nixl_plugin")
 
-FIRST_POLL_S = 0.0002
+FIRST_POLL_S = 0.002
+ARRIVAL_POLL_S = 0.0002
+"""The trainer has seen its writes complete: what is still missing is on its way."""
 SLOWEST_POLL_S = 0.05
 RESUME_RETRY_S = 0.5
 
@@ -66,7 +70,8 @@ class Steps:
                     await self._undo(errors.WorkerFailed("the API process that undid this commit died on the way"))
                 else:
                     wanted = {k: v for k, v in options.items() if k != "purpose"}
-                    return await self._commit(step, CommitRequest.model_validate(wanted), stands=mode == "in_place")
+                    stands = mode not in (None, "shadow")
+                    return await self._commit(step, CommitRequest.model_validate(wanted), stands=stands)
         except errors.StaleUpdate as error:
             logger.warning("update %s is left to another process: %s", self._update_id, error)
             await self._resume_if_idle()
@@ -92,11 +97,10 @@ class Steps:
         begun, asked, *pausing = await in_order(*work)
         for task in pausing:
             task.add_done_callback(_heard)
-        answers, paused = await asyncio.gather(begun, asked, return_exceptions=True)
+        await asyncio.wait({begun, asked})
+        paused = asked.result()
         self._by_others = paused is True
-        if isinstance(answers, BaseException):
-            raise answers
-        return answers, self._by_others or (None if paused is None else False), pausing[0] if pausing else None
+        return begun.result(), paused, pausing[0] if pausing else None
 
     async def stand_still(
         self, pause: PauseMode, timeout_s: float, state: dict[str, Any], paused: bool | None,
@@ -166,7 +170,7 @@ class Steps:
         They get ready in slices; ``whole`` in one piece, since who takes over does not know who has done how many.
         ``clear``: caches, by the way, of an engine that stands still. Errors: also those of clearing.
         """
-        wait_s = FIRST_POLL_S
+        wait_s = ARRIVAL_POLL_S
         while True:
             preparing, asked, *clearing = await in_order(
                 self._engine.call_all("prepare", self._mine | {"whole": whole}), self._engine.is_paused(),
@@ -266,7 +270,7 @@ class Steps:
             await self._resume()
 
     async def _finish(self, timings: dict[str, float]) -> dict[str, Any]:
-        """The update is over; its record. The judge's word counts: the others learn it at the next begin at the latest."""
+        """The update is over; its record. It is over when the judge knows; the others learn it by the next begin."""
         args = self._mine | {"timings": timings}
         record: dict[str, Any] = (await self._engine.ask_judge("finish", args))["record"]
         if others := list(self._engine.workers[1:]):

@@ -55,6 +55,7 @@ class EndpointPlugin:
         """Errors end the start of the server: MissingToken, InvalidSettings, RuntimeError without the extension."""
         from vllm_nixl_plugin import api, settings
         from vllm_nixl_plugin.engine import Engine
+        from vllm_nixl_plugin.metrics import Observer
         from vllm_nixl_plugin.updates import Updates
         from vllm_nixl_plugin.wire import PREFIX
 
@@ -65,6 +66,7 @@ class EndpointPlugin:
         warn_of_open_routes(args)
         updates = Updates(Engine(engine_client, alone=(getattr(args, "api_server_count", None) or 1) == 1))
         await api.start(state, updates)
+        Observer(updates).start()
         address = settings.address()
         if address is not None:
             from vllm_nixl_plugin.listener import listen

@@ -45,6 +45,10 @@ fuzz: setup  ## decoders, notifications, channel, worker, routes and a real serv
 screenshots: setup  ## drive the live page and the timeline in Chromium (apt-get install chromium), check them, write docs/images
 	$(BIN)/python scripts/screenshots.py
 
+SOAK_ARGS ?=
+soak: setup  ## requests, pushes and faults without a break for MINUTES=5; ends with 1 at a failure, a wrong answer or a leak
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m soak $(MINUTES) $(SOAK_ARGS)
+
 demo: setup
 	$(BIN)/python examples/demo.py
 

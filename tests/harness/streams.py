@@ -11,6 +11,7 @@ that came with the tokens (but for the last bits, which depend on what shared a 
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
@@ -34,7 +35,7 @@ class Output:
 
 
 class Stream:
-    """A request that is on its way. ``params`` are vLLM's sampling parameters; greedy, and to the full length, without."""
+    """A request that is on its way. ``params``: vLLM's sampling parameters; greedy and to the full length without."""
 
     def __init__(self, url: str, prompt: Sequence[int], max_tokens: int, *, timeout_s: float = 120, **params: Any):
         self.prompt = tuple(prompt)
@@ -46,6 +47,7 @@ class Stream:
         where = urlsplit(url)
         self._connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=timeout_s)
         self._connection.connect()
+        self._socket = self._connection.sock
         self._body = {
             "token_ids": list(prompt), "stream": True,
             "sampling_params": {
@@ -74,7 +76,8 @@ class Stream:
     def leave(self) -> None:
         """Close the connection, as a client does that goes away."""
         self._left = True
-        self._connection.sock.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # it has just ended
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join(30)
 
     def result(self, timeout_s: float = 120) -> list[Output]:

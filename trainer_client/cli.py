@@ -7,11 +7,12 @@ token is read from PUSH_WEIGHTS_TOKEN or a file, never from the command line, wh
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
 
-from trainer_client.commands import fingerprint, generation, push, status, verify
+from trainer_client.commands import doctor, fingerprint, generation, plan, push, status, verify
 from vllm_nixl_plugin.errors import PushWeightsError
 
 app = typer.Typer(
@@ -21,16 +22,28 @@ app = typer.Typer(
 
 app.command()(push.push)
 app.command()(status.status)
+app.command()(plan.plan)
 app.command()(generation.pause)
 app.command()(generation.resume)
 app.command()(fingerprint.fingerprint)
+app.command()(doctor.doctor)
 app.command(context_settings={"allow_extra_args": True})(verify.verify)
 
 
 def main() -> None:
-    """The entry point. Errors of this project end as one line and exit status 1."""
+    """The entry point. Errors of this project, and of files (a full disk), end as one line and exit status 1."""
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except PushWeightsError as error:
         print(f"error: {error.code}: {error.message}", file=sys.stderr)
         raise SystemExit(1) from None
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        os._exit(1)  # an orderly end would try to write once more
+
+
+if __name__ == "__main__":
+    main()

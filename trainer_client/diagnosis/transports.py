@@ -1,0 +1,122 @@
+"""NIXL's plug-ins, and real writes between two processes: from host memory, and on each GPU; the bytes are compared.
+
+UCX says itself which transport it took (UCX_PROTO_INFO); on the host it is also asked to use TCP alone. `probe` has the
+two sides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+
+from trainer_client.diagnosis.finding import Finding, Level
+from trainer_client.diagnosis.probe import MARK
+from trainer_client.report import format_nbytes
+from vllm_nixl_plugin.agent import load_nixl
+from vllm_nixl_plugin.errors import FabricError
+
+NBYTES = 256 << 20
+TIMEOUT_S = 120.0
+TAKEN = re.compile(
+    r"(?:intra|inter)-node.*?remote memory write by ucp_put.*?\|[ \d]*\.\.inf \|[^|]*\| ([^|]*?) +\|", re.DOTALL
+)
+"""In what UCX prints: the transport of large writes to another process, such as ``cma/memory``."""
+SECTION = "transports"
+REMEDY = "run it with UCX_LOG_LEVEL=info, and leave UCX_TLS unset"
+
+
+def transports(n_gpus: int, nbytes: int = NBYTES, interfaces: Sequence[str] | None = None) -> Iterator[Finding]:
+    """Everything of this module; a second or two for each line."""
+    try:
+        yield Finding(SECTION, "NIXL plug-ins", ", ".join(sorted(plugins())))
+    except FabricError as error:
+        yield Finding(SECTION, "NIXL plug-ins", error.message, Level.BAD, "pip install nixl")
+        return
+    yield measured("host memory", "host", nbytes, {}, interfaces)
+    if "UCX_TLS" not in os.environ:
+        yield measured("host memory, TCP alone", "host", nbytes, {"UCX_TLS": "tcp,self"}, interfaces)
+    for index in range(n_gpus):
+        yield measured(f"GPU {index}", str(index), nbytes, {}, interfaces)
+
+
+def plugins() -> list[str]:
+    """The plug-ins that NIXL finds. Errors: FabricError."""
+    bindings = load_nixl()
+    agent = bindings.nixlAgent("vllm-nixl-doctor", bindings.nixlAgentConfig())
+    return [str(name) for name in agent.getAvailPlugins()]
+
+
+def measured(
+    what: str, memory: str, nbytes: int, variables: Mapping[str, str], interfaces: Sequence[str] | None = None
+) -> Finding:
+    """A write of ``nbytes`` between two processes with these variables; not working by itself alone is bad."""
+    try:
+        seconds, copy_s, taken = _write(memory, nbytes, variables, interfaces)
+    except ProbeFailed as error:
+        level, remedy = (Level.NOTE, "") if variables else (Level.BAD, REMEDY)
+        return Finding(SECTION, what, f"does not work: {error}", level, remedy)
+    rate, of = nbytes / seconds, nbytes / copy_s
+    told = f"{format_nbytes(int(rate))}/s by {taken or 'an unknown transport'}, {rate / of:.2f} of a copy within one process ({format_nbytes(int(of))}/s)"
+    return Finding(SECTION, what, told)
+
+
+class ProbeFailed(Exception):
+    """One of the two processes did not do its part; the last line of its errors."""
+
+
+def _write(
+    memory: str, nbytes: int, variables: Mapping[str, str], interfaces: Sequence[str] | None
+) -> tuple[float, float, str]:
+    """Seconds of the best write and of the best copy, and the transport. Errors: ProbeFailed."""
+    given = {"PROBE_INTERFACES": ",".join(interfaces or ()), "UCX_PROTO_INFO": "y"}
+    environment = {**os.environ, **variables, **given}
+    sides = [
+        subprocess.Popen(
+            [sys.executable, "-m", "trainer_client.diagnosis.probe", role, memory, str(nbytes)], env=environment,
+            text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        ) for role in ("target", "source")
+    ]  # fmt: skip
+    timer = threading.Timer(TIMEOUT_S, _end, [sides])
+    timer.start()
+    try:
+        target, source = sides
+        place, _ = _line(target)
+        result, around = _line(source, place)
+        looked, _ = _line(target, "look\n")
+        if not json.loads(looked.removeprefix(MARK))["equal"]:
+            raise ProbeFailed("the write ended, and the bytes are not there")
+        seconds = json.loads(result.removeprefix(MARK))
+        return seconds["seconds"], seconds["copy_s"], next(iter(TAKEN.findall(around)), "")
+    finally:
+        timer.cancel()
+        _end(sides)
+        for side in sides:
+            side.communicate()
+
+
+def _end(sides: Sequence[subprocess.Popen[str]]) -> None:
+    for side in sides:
+        side.kill()
+
+
+def _line(side: subprocess.Popen[str], say: str = "") -> tuple[str, str]:
+    """Say something to a process and hear its line, and what UCX and NIXL wrote before it. Errors: ProbeFailed."""
+    assert side.stdin
+    assert side.stdout
+    assert side.stderr
+    with contextlib.suppress(BrokenPipeError):
+        side.stdin.write(say)
+        side.stdin.flush()
+    heard: list[str] = []
+    for line in side.stdout:
+        if line.startswith(MARK):
+            return line, "\n".join(heard)
+        heard.append(line.strip())
+    told = [each for each in (*heard, *side.stderr.read().splitlines()) if each.strip()]
+    raise ProbeFailed(told[-1] if told else f"ended with {side.wait()} within {TIMEOUT_S:.0f} s")

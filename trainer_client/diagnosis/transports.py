@@ -62,7 +62,9 @@ def measured(
         level, remedy = (Level.NOTE, "") if variables else (Level.BAD, REMEDY)
         return Finding(SECTION, what, f"does not work: {error}", level, remedy)
     rate, of = nbytes / seconds, nbytes / copy_s
-    told = f"{format_nbytes(int(rate))}/s by {taken or 'an unknown transport'}, {rate / of:.2f} of a copy within one process ({format_nbytes(int(of))}/s)"
+    by = taken or "an unknown transport"
+    compared = f"{rate / of:.2f} of a copy within one process ({format_nbytes(int(of))}/s)"
+    told = f"{format_nbytes(int(rate))}/s by {by}, {compared}"
     return Finding(SECTION, what, told)
 
 

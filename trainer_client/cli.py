@@ -12,7 +12,7 @@ import sys
 
 import typer
 
-from trainer_client.commands import doctor, fingerprint, generation, plan, push, status, verify
+from trainer_client.commands import bench, doctor, fingerprint, generation, plan, push, status, verify
 from vllm_nixl_plugin.errors import PushWeightsError
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app = typer.Typer(
 )  # fmt: skip
 
 app.command()(push.push)
+app.command()(bench.bench)
 app.command()(status.status)
 app.command()(plan.plan)
 app.command()(generation.pause)

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -35,26 +35,40 @@ def fresh_server(checkpoint: Path, arguments: Sequence[str], start_timeout_s: fl
 
     Errors: InvalidRequest (no vLLM here), ServerUnreachable when it does not start, DeadlineExceeded.
     """
+    token = secrets.token_urlsafe(32)
+    with served(checkpoint, arguments, start_timeout_s, token) as (url, _), Control(url, token=token) as control:
+        yield control
+
+
+@contextlib.contextmanager
+def served(
+    checkpoint: Path,
+    arguments: Sequence[str],
+    start_timeout_s: float,
+    token: str,
+    *,
+    extension: str = EXTENSION,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[tuple[str, int]]:
+    """The same with a token and an environment of the caller's: its URL, and the process that leads its session."""
     if importlib.util.find_spec("vllm") is None:
         raise InvalidRequest(
             f"vLLM is not installed here, so no fresh server can be started on {checkpoint}: run this where it is, or "
             "name the URL of a server that was started on that checkpoint"
         )
-    token = secrets.token_urlsafe(32)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = int(free.getsockname()[1])
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint), *arguments]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--worker-extension-cls", EXTENSION]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--worker-extension-cls", extension]
     with tempfile.NamedTemporaryFile("w+", prefix="vllm-nixl-fresh-", suffix=".log") as log:
         process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=_environment(token),
-            start_new_session=True,
+            command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            env=_environment(token) | dict(environment or {}), start_new_session=True,
         )  # fmt: skip
         try:
             url = f"http://127.0.0.1:{port}"
             _wait_until_healthy(process, url, Path(log.name), time.monotonic() + start_timeout_s)
-            with Control(url, token=token) as control:
-                yield control
+            yield url, process.pid
         finally:
             _end(process)
 

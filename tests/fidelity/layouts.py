@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fidelity.runner import ChildFailed, in_child
-from fidelity.view import Layout, engine_config, take_place, twin_of
+from vllm_nixl_plugin.view import Layout, engine_config, take_place, twin_of
 
 TP2, TP4, PP2, ONE = Layout(tp=2), Layout(tp=4), Layout(pp=2), Layout()
 EP2, EP4 = Layout(tp=2, ep=True), Layout(tp=4, ep=True)

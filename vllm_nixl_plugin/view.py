@@ -23,6 +23,7 @@ class Layout:
 
     @property
     def ranks(self) -> int:
+        """Workers of all engines."""
         return self.tp * self.pp * self.dp
 
     def __str__(self) -> str:
@@ -60,7 +61,7 @@ def take_place(config: Any, layout: Layout, rank: int) -> None:
     def fake_group(ranks: Any = None, timeout: Any = None, backend: Any = None, **more: Any) -> Any:
         return new_group(ranks, backend="fake")
 
-    patches = [
+    patches: list[Any] = [
         mock.patch.object(torch.distributed, "new_group", fake_group),
         mock.patch.object(state, "_node_count", return_value=1),
         mock.patch.object(state, "in_the_same_node_as", lambda group, source_rank=0: [True] * group.size()),

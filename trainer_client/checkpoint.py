@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+DRAFT_PREFIX = "draft:"
+"""Stands before the names of a draft model that has a checkpoint of its own."""
 
 
 def read_checkpoint(path: Path) -> dict[str, Tensor]:
@@ -36,6 +38,14 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
     if not files:
         raise InvalidRequest(f"{path} has no safetensors file: give the folder of a checkpoint saved as safetensors")
     return _read(files)
+
+
+def read_with_draft(path: Path, draft: Path | None) -> dict[str, Tensor]:
+    """`read_checkpoint`, and that of a draft model under the names that servers know it by. Errors: InvalidRequest."""
+    weights = read_checkpoint(path)
+    if draft is not None:
+        weights |= {DRAFT_PREFIX + name: weight for name, weight in read_checkpoint(draft).items()}
+    return weights
 
 
 def _indexed(folder: Path, index: Path) -> dict[str, Tensor]:

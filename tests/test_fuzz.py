@@ -29,11 +29,14 @@ from hypothesis import strategies as st
 
 from fake_plane import MANIFEST, NBYTES, FakeClient, FakeEngines, FakePlane, plan_of
 from harness import TOKEN, Server
+from trainer_client.credits import Credits
 from vllm_nixl_plugin import access, api, channel
 from vllm_nixl_plugin.encoding import (
+    decode_credit,
     decode_landed,
     decode_plan,
     decode_plans,
+    encode_credit,
     encode_landed,
     encode_plan,
     encode_plans,
@@ -43,7 +46,7 @@ from vllm_nixl_plugin.engine import Engine
 from vllm_nixl_plugin.errors import InvalidRequest
 from vllm_nixl_plugin.session import WorkerSession
 from vllm_nixl_plugin.updates import Updates
-from vllm_nixl_plugin.wire import PREFIX, BeginRequest, CommitRequest, Landed, PlannedWorker
+from vllm_nixl_plugin.wire import PREFIX, BeginRequest, CommitRequest, Credit, Landed, PlannedWorker
 from vllm_nixl_plugin.worker import ACTIONS, answer, plain
 
 MINUTES = float(os.environ.get("FUZZ_MINUTES", "0"))
@@ -97,6 +100,17 @@ def edited(original: bytes) -> st.SearchStrategy[bytes]:
 LANDED = encode_landed(Landed(update_id="0" * 32, sequence=1, nbytes=NBYTES, plan="0" * 16))
 PLAN = encode_plan(plan_of(MANIFEST, 0))
 HEAD = struct.Struct("<4sBIQ")
+class FakeInbox:
+    """An agent, as far as credits are read from it."""
+
+    def __init__(self) -> None:
+        self.inbox: list[tuple[str, bytes]] = []
+
+    def notifications(self) -> list[tuple[str, bytes]]:
+        got, self.inbox = self.inbox, []
+        return got
+
+
 wild_numbers = st.integers(-(1 << 63), (1 << 63) - 1) | st.integers(-2, 70)
 
 
@@ -106,7 +120,7 @@ def forged_plans(draw: st.DrawFn) -> bytes:
     magic, version, head_nbytes, n_copies = HEAD.unpack_from(PLAN)
     head = json.loads(zlib.decompress(PLAN[HEAD.size : HEAD.size + head_nbytes]))
     numbers = list(struct.unpack(f"<{(len(PLAN) - HEAD.size - head_nbytes) // 8}q", PLAN[HEAD.size + head_nbytes :]))
-    for key in draw(st.lists(st.sampled_from([*sorted(head), "stale", "copies", "other"]), max_size=2)):
+    for key in draw(st.lists(st.sampled_from([*sorted(head), "stale", "copies", "groups", "other"]), max_size=2)):
         head[key] = draw(json_values)
     text = json.dumps(head).encode()
     if draw(st.integers(0, 9)) == 0:
@@ -172,7 +186,33 @@ def test_a_notification_of_any_bytes_is_taken_or_refused() -> None:
             return
         assert encode_landed(message) == data
 
-    fuzz(check, data=edited(LANDED) | st.binary(min_size=41, max_size=41).map(lambda rest: b"NXLD\x01" + rest[5:]))
+    grouped = encode_landed(decode_landed(LANDED).model_copy(update={"group": 3}))
+    of_any = st.binary(min_size=45, max_size=45)
+    fuzz(check, data=edited(LANDED) | of_any.map(lambda rest: b"NXLD\x01" + rest[5:41]))
+    fuzz(check, data=edited(grouped) | of_any.map(lambda rest: b"NXLG\x01" + rest[5:]))
+
+
+def test_a_credit_of_any_bytes_is_taken_or_refused() -> None:
+    """By the decoder, and by what reads an agent's inbox: there it counts for the update and the worker it is of."""
+    credit = Credit(update_id="0" * 32, group=3, plan="0" * 16)
+
+    def check(data: bytes) -> None:
+        trainer, worker = FakeInbox(), "w"
+        trainer.inbox = [(worker, data), ("other", encode_credit(credit))]
+        found = Credits(trainer)  # type: ignore[arg-type]
+        with found.expect(credit.update_id, [(worker, "0" * 64)]):
+            last = found.look(credit.update_id, worker)
+        try:
+            message = decode_credit(data)
+        except InvalidRequest:
+            assert last == -1
+            return
+        assert encode_credit(message) == data
+        mine = (message.update_id, message.plan) == (credit.update_id, credit.plan)
+        assert last == (message.group if mine else -1)
+
+    of_any = st.binary(min_size=33, max_size=33)
+    fuzz(check, data=edited(encode_credit(credit)) | of_any.map(lambda rest: b"NXCR\x01" + rest[5:]))
 
 
 # The worker
@@ -217,7 +257,7 @@ def test_a_worker_answers_every_request_and_lives_on() -> None:
     session, plan = session_with_a_plan()
     names = ["update_id", "epoch", "version", "mode", "holder", "plans", "known_bindings", "writers", "claim", "step",
              "held", "ticket", "start", "paths", "purpose", "claimant", "request", "options", "lease_s", "plan",
-             "digest", "manifest", "reads", "timings", "drained"]  # fmt: skip
+             "digest", "manifest", "reads", "timings", "drained", "contacts", "install"]  # fmt: skip
     args = st.dictionaries(
         st.sampled_from(names), json_values | st.just({"0": plan}) | st.just(plan) | st.just("0" * 32), max_size=8
     )

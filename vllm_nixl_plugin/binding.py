@@ -49,6 +49,7 @@ class Binder:
         self._prefilled: dict[Key, tuple[int, int]] = {}
         self._places_in_window: dict[Key, torch.Tensor] | None = None
         self._creditors: tuple[str, ...] = ()
+        self._budget = None if settings.shadow_bytes is None else int(settings.shadow_bytes)
         self._lock = threading.Lock()
 
     def open_agent(self) -> Fabric:
@@ -134,7 +135,7 @@ class Binder:
         if not groups:
             raise InvalidRequest("mode 'streamed' takes all weights at once: push partially with mode='shadow'")
         most = groups[largest(groups)].destinations
-        window, offsets = lay_out(groups, self.settings.shadow_bytes, ", ".join(places[most[0]].destination.names[:2]))
+        window, offsets = lay_out(groups, self._budget, ", ".join(places[most[0]].destination.names[:2]))
         served = {p.key: p.model.live_storage(p.destination) for p in places if p.live}
         if self.arena is not None and (
             self._places_in_window is None or self.arena[_WINDOW].numel() != window.nbytes
@@ -165,7 +166,7 @@ class Binder:
         groups = held.plan.groups
         if not groups:
             return None
-        budget, most = self.settings.shadow_bytes, groups[largest(groups)]
+        budget, most = self._budget, groups[largest(groups)]
         least = smallest(groups)
         window = lay_out(groups, budget)[0] if budget is None or budget >= least else None
         return {

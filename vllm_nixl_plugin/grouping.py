@@ -145,7 +145,8 @@ def lay_out(groups: Sequence[Group], budget: int | None, name: str = "") -> tupl
         if at + size > nbytes:
             at = 0
         under = [each for each in taken if size and each[0] < at + size and each[1] > at]
-        after.append(max((each[2] for each in under), default=NONE))
+        before = after[-1] if after else NONE  # some writers have nothing to write to the groups before
+        after.append(max([before, *(each[2] for each in under)]))
         offsets.append(at)
         if size:
             taken = [each for each in taken if each not in under] + [(at, at + size, number)]

@@ -66,8 +66,10 @@ def answer(session: WorkerSession, request: dict[str, Any], allowed: frozenset[s
 
 def plain(value: Any) -> Any:
     """The value in msgpack's own types; what is foreign becomes its string."""
-    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+    if value is None or type(value) in (bool, int, float, str, bytes):
         return value
+    if isinstance(value, (int, float, str, bytes)):  # a class of its own, which msgpack does not take
+        return next(kind for kind in (int, float, str, bytes) if isinstance(value, kind))(value)  # type: ignore[arg-type]
     if isinstance(value, dict):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):

@@ -52,6 +52,7 @@ def push(
     servers: list[str],
     options: dict[str, Any] | None = None,
     quantize: BlockFP8 | None = None,
+    mode: Any = "shadow",
 ) -> dict[str, Any]:
     """Push a layout; what was sent, what would have been fair, and how many collectives it took."""
     from trainers.layouts import build
@@ -59,7 +60,7 @@ def push(
     what = build(layout, model, seed)
     client = client_of(servers, **(options or {}))
     before = collectives()
-    report = client.push_weights(what, quantize=quantize)
+    report = client.push_weights(what, quantize=quantize, mode=mode)
     mine = next(rank for rank in report.ranks if rank.rank == dist.get_rank())
     return {
         "report": report.to_dict(), "table": str(report), "nbytes": mine.nbytes, "fair": fair_nbytes(client),

@@ -14,8 +14,9 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-docs: setup  ## docs/cli.md and docs/configuration.md from the code
+docs: setup  ## docs/cli.md and docs/configuration.md from the code, and the site in build/site; a warning is an error
 	$(BIN)/python scripts/make_docs.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 test: lint  ## what runs without a GPU, real servers included
 	$(BIN)/python -m pytest -m "not thorough" $(PYTEST_ARGS)

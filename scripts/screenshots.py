@@ -185,7 +185,7 @@ def live_page(page: Browser, server: Any, weights: dict[str, Any], folder: Path)
     page.expect("document.querySelectorAll('#map .nixl-leaf').length > 5")
     page.expect("document.getElementById('link').textContent.startsWith('as of')")
     page.shoot(folder / "live.png")
-    page.shoot(folder / "live-dark.png", dark=True)
+    page.shoot(ASIDE / "live-dark.png", dark=True)
     unexpected = [line for line in page.problems if "401" not in line and "favicon" not in line]
     assert unexpected == [], unexpected
 

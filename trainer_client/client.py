@@ -45,6 +45,7 @@ from trainer_client.report import PushReport
 from trainer_client.sources import Sources, unwrap
 from trainer_client.stockroom import Stockroom
 from trainer_client.team import Team, follow
+from trainer_client.telemetry import Telemetry
 from vllm_nixl_plugin.agent import NixlAgent
 from vllm_nixl_plugin.errors import InvalidRequest, PushFailed, PushWeightsError
 from vllm_nixl_plugin.fabric import Fabric
@@ -81,6 +82,8 @@ class WeightClient:
         group: the ranks that push together: a ``ProcessGroup`` or a `RankGroup`; default: all of ``torch.distributed``
             where that is initialised, else this process alone.
         rank_timeout_s: how long a rank may give no sign of life during a push before it counts as lost.
+        on_report: called with the report of every push, also of one that failed, on rank 0 (`telemetry`, which also
+            counts for prometheus_client and makes spans for opentelemetry where the process uses them).
         fabric: makes the agent of a name; for tests without NIXL.
         transport: carries the HTTP requests; for tests without servers.
     """
@@ -100,6 +103,7 @@ class WeightClient:
         require: Require = "all",
         group: RankGroup | ProcessGroup | None = None,
         rank_timeout_s: float = 30.0,
+        on_report: Callable[[PushReport], None] | None = None,
         fabric: Callable[[str], Fabric] | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
@@ -131,6 +135,7 @@ class WeightClient:
         self._offered: Offered | None = None
         self._number: int | None = None
         self._pushes = Pushes()
+        self._telemetry = Telemetry(on_report)
         self._busy = threading.Lock()
         self._closed = False
 
@@ -352,6 +357,7 @@ class WeightClient:
         exchange.check()
         nbytes, seconds = sum(server.nbytes for server in servers), time.monotonic() - begin
         report = PushReport(options.version, options.mode, tuple(servers), nbytes, seconds)
+        self._telemetry.tell(report)
         error = self._judged(report)
         exchange.say({"end": report.to_dict()} | (error.to_wire() if error else {}))
         return report, error

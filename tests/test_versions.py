@@ -96,9 +96,9 @@ def test_a_process_that_is_not_alone_asks_the_judge() -> None:
     last, versions = asyncio.run(engine.served())
     assert versions[-1] == "1"
     judge["history"] = [
-        {"at": 5.0, "version": "2", "state": "done"},
-        {"at": 6.0, "version": "lost", "state": "aborted"},
-        {"at": 7.0, "version": "3", "state": "done"},
+        {"clock": 5.0, "version": "2", "state": "done"},
+        {"clock": 6.0, "version": "lost", "state": "aborted"},
+        {"clock": 7.0, "version": "3", "state": "done"},
     ]
     judge["weight_version"] = "4"  # installed, and not yet over
     last, versions = asyncio.run(engine.served(last))

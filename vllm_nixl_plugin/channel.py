@@ -12,6 +12,7 @@ import asyncio
 import atexit
 import contextlib
 import json
+import logging
 import os
 import shutil
 import socket
@@ -26,6 +27,8 @@ from typing import Any
 
 from vllm_nixl_plugin.session import WorkerSession
 from vllm_nixl_plugin.worker import CHANNEL_ACTIONS, answer
+
+logger = logging.getLogger("vllm.nixl_plugin")
 
 PREFIX = "nixl-push-"
 SWEEP_AGE_S = 5.0
@@ -67,8 +70,19 @@ class _Server(socketserver.ThreadingUnixStreamServer):
 _paths: weakref.WeakKeyDictionary[WorkerSession, str] = weakref.WeakKeyDictionary()
 
 
-def serve(session: WorkerSession) -> dict[str, str]:
-    """Serve this session from a daemon thread, once per session; ``{"path": of the socket}``."""
+def serve(session: WorkerSession) -> dict[str, str] | None:
+    """Serve this session from a daemon thread, once per session; ``{"path": of the socket}``.
+
+    None where no socket can be made (the disk is full, say): the judge is asked by RPC then, in line with other calls.
+    """
+    try:
+        return {"path": _path_of(session)}
+    except OSError as error:
+        logger.warning("no socket for the judge of weight updates, which is asked by RPC instead: %s", error)
+        return None
+
+
+def _path_of(session: WorkerSession) -> str:
     path = _paths.get(session)
     if path is None:
         where = tempfile.gettempdir() if len(tempfile.gettempdir()) < MAX_FOLDER else "/tmp"
@@ -80,7 +94,7 @@ def serve(session: WorkerSession) -> dict[str, str]:
         server.session = session  # type: ignore[attr-defined]
         threading.Thread(target=server.serve_forever, name="nixl-channel", daemon=True).start()
         _paths[session] = path
-    return {"path": path}
+    return path
 
 
 def _sweep(where: Path) -> None:

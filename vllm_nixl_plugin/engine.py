@@ -60,7 +60,7 @@ class Engine:
         """Learn who the workers are and where the judge listens. Errors: WorkerFailed."""
         answers = await self.call_all("describe")
         self.workers = tuple(a["worker"] for a in answers)
-        self._served.append((time.time(), answers[0]["state"]["weight_version"]))
+        self._served.append((time.monotonic(), answers[0]["state"]["weight_version"]))
         await self._learn_channel()
         return answers
 
@@ -155,14 +155,14 @@ class Engine:
         served = list(self._served)
         if not self._alone:
             status = await self.ask_judge("status")
-            done = [(r["at"], r["version"]) for r in status["history"] if r["state"] == "done"]
+            done = [(r["clock"], r["version"]) for r in status["history"] if r["state"] == "done"]
             served = [*(done or [(0.0, "")]), (0.0, status["weight_version"])]
         last = max(at for at, _ in served)
         return last, [version for at, version in served[:-1] if at > since] + [served[-1][1]]
 
     async def set_weight_version(self, version: str) -> None:
         """For versions.py, and the spans in vLLM's own outputs (0.32); the workers know it already."""
-        self._served.append((time.time(), version))
+        self._served.append((time.monotonic(), version))
         update = getattr(self._client, "update_weight_version", None)
         if update is not None:
             await update(version)

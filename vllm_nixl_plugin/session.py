@@ -480,7 +480,8 @@ class WorkerSession:
                 self._undrained_by = update.writers
                 self._writers = update.writers if update.stands else ()
             record = update.record("torn" if self.torn and outcome == "failed" else outcome)
-            self.history.append(record | {"error": error, "timings": timings or {}, "at": time.time()})
+            ended = {"at": time.time(), "clock": time.monotonic()}  # for people; to compare
+            self.history.append(record | {"error": error, "timings": timings or {}} | ended)
             self.update = None
             self.judge.end(update.id)
         if outcome != "done":

@@ -2,7 +2,7 @@
 
     python -m faults [--write] [--only WORDS] [--mode MODE]
 
---write puts the table into docs/faults.md, between its marks. --only: cells whose name has all these words.
+--write puts the table, and what was measured, into docs/faults.md. --only: cells whose name has all these words.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from faults.cells import STAGES, Cell, all_cells
+from faults.cells import Cell, all_cells
+from faults.page import write
 from faults.runner import Row, World, run
 from harness import close_launcher
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "faults.md"
-BEGIN, END = "<!-- the table of make faults: begin -->\n", "<!-- the table of make faults: end -->\n"
 HEAD = f"{'fault':12} {'mode':9} {'stage':13} {'push ends':14} {'s':>5}  {'server':18} {'s':>5}  next push     {'s':>5}"
 
 
@@ -30,32 +29,6 @@ def told(row: Row) -> str:
         f"{fault:12} {row.cell.mode:9} {row.cell.stage:13} {row.push:14} {row.push_s:5.1f}  "
         f"{row.server:18} {row.server_s:5.1f}  {after:13} {row.next_s:5.1f}  {row.wrong or 'as expected'}"
     )
-
-
-def table(rows: list[Row]) -> str:
-    """The table of the page: a row for each fault and mode, stages with the same outcome together."""
-    lines = ["| Fault | Mode | Stage | Push of the trainer | Server | Next push | Seconds |", "|---" * 7 + "|"]
-    groups: dict[tuple[str, ...], list[Row]] = {}
-    for row in rows:
-        after = "waits for the victim, then " if row.blocked else ""
-        after += f"{row.next}, {'equal' if row.equal else 'DIFFERENT'}"
-        key = (f"{row.cell.how} {row.cell.victim}", row.cell.mode, row.push, row.server, after)
-        groups.setdefault(key, []).append(row)
-    for (fault, mode, push, server, after), alike in groups.items():
-        stages = [row.cell.stage for row in alike]
-        first, last = STAGES.index(stages[0]), STAGES.index(stages[-1])
-        run_of = len(stages) > 2 and list(STAGES[first : last + 1]) == stages
-        where = f"{stages[0]} … {stages[-1]}" if run_of else ", ".join(stages)
-        slowest = " / ".join(f"{max(getattr(r, of) for r in alike):.1f}" for of in ("push_s", "server_s", "next_s"))
-        lines.append(f"| {fault} | {mode} | {where} | {push} | {server} | {after} | {slowest} |")
-    return "\n".join(lines) + "\n"
-
-
-def write(rows: list[Row]) -> None:
-    """Put the table where it belongs."""
-    text = PAGE.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    PAGE.write_text(before + BEGIN + "\n" + table(rows) + "\n" + END + rest.partition(END)[2], encoding="utf-8")
 
 
 def main() -> int:
@@ -81,7 +54,7 @@ def main() -> int:
     finally:
         close_launcher()
     if given.write:
-        write(rows)
+        write(all_cells(), rows)
     print(f"{bad} of {len(cells)} cells are not as expected; {time.monotonic() - begin:.0f} s")
     return 1 if bad else 0
 

@@ -23,7 +23,9 @@ from dataclasses import dataclass
 STAGES = (
     "before begin", "begun", "writing", "written", "prepare", "paused", "installing", "installed", "after",
 )  # fmt: skip
-MODES = ("shadow", "in_place")
+STREAMED = tuple(stage for stage in STAGES if stage not in ("prepare", "installing"))
+MODES = {"shadow": STAGES, "in_place": STAGES, "streamed": STREAMED}
+"""By mode. A streamed update is prepared and installed while it is written: those are no stages of their own."""
 VICTIMS = {
     "kill": ("trainer", "rank", "worker", "api", "server"),
     "stop": ("trainer", "rank", "server"),
@@ -44,8 +46,8 @@ class Cell:
 
     @property
     def committed(self) -> bool:
-        """Whether the trainer has asked for the commit, so that the server goes on by itself."""
-        return STAGES.index(self.stage) >= STAGES.index("prepare")
+        """Whether all bytes are there and the commit is asked for, so that the server goes on by itself."""
+        return STAGES.index(self.stage) >= STAGES.index("written" if self.mode == "streamed" else "prepare")
 
     @property
     def begun(self) -> bool:
@@ -88,20 +90,22 @@ def expected(cell: Cell) -> Expected:
 def _trainer(cell: Cell) -> Expected:
     """Before the commit the old policy serves on, or an in-place engine stands; after it the server needs nobody."""
     interrupted = cell.begun and not cell.committed
+    server = NEW if cell.committed else OLD
+    if interrupted and cell.mode != "shadow":  # a streamed commit hears that nobody renews the lease
+        server = TORN if cell.mode == "streamed" and cell.stage == "writing" else PAUSED
     if cell.how == "kill":
-        server = NEW if cell.committed else PAUSED if interrupted and cell.mode == "in_place" else OLD
         return Expected(("killed",) if cell.stage != "after" else OK, server)
-    # While it stands, the server is as after a kill; another push takes the update over, so that the first has failed
-    # when it goes on. It begins one if it had none yet, and hears of the end of one that has ended.
-    server = NEW if cell.committed else PAUSED if interrupted and cell.mode == "in_place" else OLD
-    return Expected(("stale_update",) if interrupted else OK, server, interrupted and cell.mode == "in_place")
+    # Another push takes the update over, so that the first has failed when it goes on, with a lease or an agent that is
+    # no longer there. It begins one if it had none yet, and hears of the end of one that has ended.
+    lost = ("stale_update", "fabric", "incomplete") if cell.mode == "streamed" else ("stale_update", "fabric")
+    return Expected(lost if interrupted else OK, server, interrupted and cell.mode != "shadow")
 
 
 def _rank(cell: Cell) -> Expected:
     """The other rank notices and ends the update, unless all bytes were there; in place that leaves the engine torn."""
     if cell.committed or cell.stage == "written":
         return Expected(OK if cell.stage == "after" else ("ok", "rank_lost"), NEW)
-    torn = cell.mode == "in_place"
+    torn = cell.mode != "shadow"
     return Expected(("rank_lost",), TORN if torn else OLD, torn and cell.how == "stop")
 
 
@@ -121,6 +125,6 @@ def all_cells() -> Iterator[Cell]:
     """Every cell, those of one kind of server together."""
     for how, victims in VICTIMS.items():
         for victim in victims:
-            for mode in MODES:
-                for stage in STAGES:
+            for mode, stages in MODES.items():
+                for stage in stages:
                     yield Cell(victim, how, stage, mode)

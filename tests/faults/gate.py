@@ -6,7 +6,8 @@ until it is released, or kills or stops itself. One arrival uses a trap up.
     test      gate.set("trainer.0.after")    gate.wait("trainer.0.after") -> PID    gate.release("trainer.0.after")
     process   arrive("trainer.0.after")      `-- holds ------------------------------------------'
 
-The processes find the folder in FAULTS_GATE. Standard library only: it is imported at the start of every server.
+The clock of the day can be made to jump, too. The processes find the folder in FAULTS_GATE. Standard library only: it
+is imported at the start of every server.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 HOLD_S = 120.0
@@ -55,6 +57,16 @@ def claim(place: str) -> tuple[Path, Path] | None:
     return Path(folder, f"{place}.reached"), Path(folder, f"{place}.go")
 
 
+def shift_clock() -> None:
+    """From now on the clock of the day is wrong in this process by what the file ``clock`` says, in seconds."""
+    right, file = time.time, Path(os.environ.get("FAULTS_GATE", "/nowhere"), "clock")
+
+    def wrong() -> float:
+        return right() + (float(file.read_text()) if file.exists() else 0.0)
+
+    time.time = wrong
+
+
 class Gate:
     """The test's side of one folder."""
 
@@ -66,14 +78,22 @@ class Gate:
         """The next process that arrives there holds still."""
         (self.folder / f"{place}.set").touch()
 
-    def wait(self, place: str, timeout_s: float) -> int:
-        """The PID of the process that holds there. Errors: TimeoutError."""
+    def wait(self, place: str, timeout_s: float, in_vain: Callable[[], object] = bool) -> int:
+        """The PID of the process that holds there. Errors: TimeoutError, at once when ``in_vain`` says so."""
         reached, deadline = self.folder / f"{place}.reached", time.monotonic() + timeout_s
         while not reached.exists():
+            if why := in_vain():
+                raise TimeoutError(f"nobody comes to {place}: {why}")
             if time.monotonic() > deadline:
                 raise TimeoutError(f"nobody came to {place} within {timeout_s:g} s")
             time.sleep(STEP_S)
         return int(reached.read_text())
+
+    def jump(self, seconds: float) -> None:
+        """The clocks of all processes jump, until `clear`."""
+        partial = self.folder / "clock.part"
+        partial.write_text(str(seconds))
+        partial.rename(self.folder / "clock")
 
     def release(self, place: str) -> None:
         """Let it go on."""

@@ -58,13 +58,14 @@ class Row:
     push_s: float
     server_s: float
     next_s: float
+    said: str = ""
 
     @property
     def wrong(self) -> str:
         """What differs from what is expected; empty when nothing does."""
         wanted = expected(self.cell)
         found = [
-            f"push {self.push}, expected {' or '.join(wanted.push)}" * (self.push not in wanted.push),
+            f"push {self.push} ({self.said}), expected {' or '.join(wanted.push)}" * (self.push not in wanted.push),
             f"{self.server}, expected {wanted.server}" * (self.server != wanted.server),
             f"others {self.others}" * any(other != NEW for other in self.others),
             f"next push {'' if self.blocked else 'not '}held up by the victim" * (self.blocked != wanted.blocked),
@@ -74,17 +75,19 @@ class Row:
         return "; ".join(filter(None, found))
 
 
+def hooked(gate: Path) -> dict[str, str]:
+    """The environment that puts the places of `server_hooks` into a server."""
+    startup = [str(HARNESS / "startup"), str(Path(__file__).parent / "startup")]
+    return {"FAULTS_GATE": str(gate), "PYTHONPATH": os.pathsep.join(startup)}
+
+
 class Fleet:
     """Servers of one kind that are pushed to together; the last of them is the one that faults strike."""
 
     def __init__(self, world: World, count: int, options: EngineOptions) -> None:
         self.world = world
         self.gates = [Gate(world.folder / f"gate-{options.tensor_parallel}-{count}-{i}") for i in range(count)]
-        startup = os.pathsep.join([str(HARNESS / "startup"), str(Path(__file__).parent / "startup")])
-        self.servers = [
-            Server(world.checkpoints[SEEDS[0]], options, env={"FAULTS_GATE": str(gate.folder), "PYTHONPATH": startup})
-            for gate in self.gates
-        ]
+        self.servers = [Server(world.checkpoints[SEEDS[0]], options, env=hooked(gate.folder)) for gate in self.gates]
         self.seed = SEEDS[0]
         for server in self.servers:
             server.start()
@@ -194,7 +197,7 @@ def run(world: World, cell: Cell) -> Row:
         ranks=2 if cell.victim == "rank" else 1, **LIMITS,
     )  # fmt: skip
     try:
-        fleet.gate.wait(place, REACH_S)
+        fleet.gate.wait(place, REACH_S, lambda: ranks[0].is_over and cell.stage != "after" and ranks[0].said)
         begin = time.monotonic()
         pids = _victims(cell, fleet, ranks)
         _strike(cell, fleet, ranks, pids)
@@ -265,7 +268,8 @@ def _aftermath(
             found = _next(world, fleet, third, patient=True)
     next_s = time.monotonic() - next_begin
     equal &= all(seen(each) == world.fresh(third, each.options) for each in fleet.servers)
-    return Row(cell, push, server, others, blocked, found, equal, push_s, server_s, next_s)
+    said = "" if push in ("ok", "killed") else ranks[0].said["message"]
+    return Row(cell, push, server, others, blocked, found, equal, push_s, server_s, next_s, said)
 
 
 def _go_on(pids: list[int]) -> None:

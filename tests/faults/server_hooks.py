@@ -3,14 +3,19 @@
     worker.N.before.ACTION, worker.N.after.ACTION    an RPC of worker N: begin, prepare, install, finish, abort
     worker.N.installing                              half of the tensors of its model have their new values
     api.before.ACTION, api.after.ACTION              the same as the API process asks for it; also pause and resume
+
+With FAULTS_DISK_FULL, folders for temporary files cannot be made.
 """
 
 from __future__ import annotations
 
+import errno
+import os
+import tempfile
 import threading
-from typing import Any
+from typing import Any, NoReturn
 
-from faults.gate import arrive, arrive_async
+from faults.gate import arrive, arrive_async, shift_clock
 
 _here = threading.local()
 
@@ -42,6 +47,13 @@ def install() -> None:
     pairing.Change.apply = applied
     for name in ("call_all", "pause", "resume"):
         setattr(Engine, name, _around(name, getattr(Engine, name)))
+    shift_clock()
+    if os.environ.get("FAULTS_DISK_FULL"):
+        tempfile.mkdtemp = _full  # type: ignore[assignment]
+
+
+def _full(*args: Any, **options: Any) -> NoReturn:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), options.get("dir"))
 
 
 def _around(name: str, call: Any) -> Any:

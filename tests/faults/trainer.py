@@ -55,7 +55,7 @@ class Rank:
     def outcome(self, timeout_s: float) -> str:
         """``ok``, the code of its error (the first that a server has), or ``killed``. Errors: TimeoutError."""
         deadline = time.monotonic() + timeout_s
-        while not self._result.exists():
+        while not self.is_over:
             if state_of(self.pid) in "ZX":
                 return "killed"
             if time.monotonic() > deadline:
@@ -64,8 +64,13 @@ class Rank:
         return str(self.said["outcome"])
 
     @property
+    def is_over(self) -> bool:
+        """Whether its push has ended, well or badly."""
+        return self._result.exists()
+
+    @property
     def said(self) -> dict[str, Any]:
-        """``outcome``, ``message`` and ``servers``, codes by port, of a push that is over."""
+        """``outcome``, ``message`` and ``servers`` (codes by port) of the last push, ``outcomes`` of all."""
         return dict(json.loads(self._result.read_text()))
 
     def kill(self) -> None:
@@ -100,9 +105,10 @@ class Trainers:
 
     def push(
         self, urls: Sequence[str], checkpoint: Path, *, gate: Path, version: str, mode: str, ranks: int = 1,
-        env: dict[str, str] | None = None, **options: Any,
+        times: int = 1, **options: Any,
     ) -> list[Rank]:  # fmt: skip
-        """Start a trainer that pushes a checkpoint, each of ``ranks`` a part of it. ``options``: of `WeightClient`."""
+        """Start a trainer that pushes a checkpoint, each of ``ranks`` a part of it, so many ``times``. ``options``: of
+        `WeightClient`."""
         self._count += 1
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = int(free.getsockname()[1])
@@ -111,8 +117,8 @@ class Trainers:
             result = self._folder / f"{self._count}.{rank}.json"
             pid = self._ask({
                 "urls": list(urls), "checkpoint": str(checkpoint), "version": version, "mode": mode, "rank": rank,
-                "size": ranks, "port": port, "result": str(result), "options": options,
-                "env": {"FAULTS_GATE": str(gate)} | (env or {}),
+                "size": ranks, "port": port, "result": str(result), "options": options, "times": times,
+                "env": {"FAULTS_GATE": str(gate)},
             })  # fmt: skip
             found.append(Rank(pid, result))
         self._ranks += found
@@ -144,11 +150,12 @@ def hook() -> None:
     import ctypes
     import threading
 
-    from faults.gate import arrive, claim, hold
+    from faults.gate import arrive, claim, hold, shift_clock
     from trainer_client import control, delivery, team, transfer
 
     here, shim = threading.local(), ctypes.CDLL(None)
     rank = os.environ["FAULTS_RANK"]
+    shift_clock()
     transfer.WRITE_RUNS = 4
     delivery.DRAIN_S = team.DRAIN_S = 2.0
     begin, commit, post = control.Control.begin, control.Control.commit, transfer.Transfer._post
@@ -164,7 +171,8 @@ def hook() -> None:
         return opened
 
     def committed(self: Any, *args: Any) -> Any:
-        arrive(f"trainer.{rank}.before.commit@{port_of(self.server)}")
+        if args[-1] != 0:  # mode streamed asks for the commit before it writes, too, without waiting for it
+            arrive(f"trainer.{rank}.before.commit@{port_of(self.server)}")
         return commit(self, *args)
 
     def sent(self: Any, opened: Any, prepared: Any) -> Any:
@@ -175,13 +183,13 @@ def hook() -> None:
         here.port, here.posts = port_of(self._link.server), 0
         return part_send(self, entry)
 
-    def posted(self: Any, lane: Any, write: Any, update_id: str) -> None:
+    def posted(self: Any, lane: Any, write: Any, *rest: Any) -> None:
         total = sum(len(of.direct) for of in self._lanes) + sum(len(packed.writes) for packed in self._packed)
         files = claim(f"trainer.{rank}.writing@{here.port}") if here.posts == total // 2 else None
         here.posts += 1
         if files is not None:
             shim.half_write_arm(*(str(path).encode() for path in files))
-        post(self, lane, write, update_id)
+        post(self, lane, write, *rest)
         if files is not None and shim.half_write_disarm():  # UCX copies in another way: stop behind the write
             hold(*files)
 
@@ -191,7 +199,7 @@ def hook() -> None:
 
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
-    """One rank: push once, and tell how it ended."""
+    """One rank: push, and tell how that ended."""
     import torch.distributed as dist
     from safetensors.torch import load_file
 
@@ -208,16 +216,18 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         weights = rows_of(weights)
     limits = {"token": "a-token-for-tests", "progress": False, "direct_run_bytes": 1}
     client = WeightClient(request["urls"], **limits | request["options"])
-    said: dict[str, Any] = {"outcome": "ok", "message": "", "servers": {}}
-    began = time.monotonic()
-    try:
-        client.push_weights(weights, version=request["version"], mode=request["mode"])
-    except PushFailed as error:
-        codes = {s.server.rpartition(":")[2]: s.error_code for s in error.report.servers}
-        said |= {"outcome": next(code for code in codes.values() if code), "servers": codes, "message": error.message}
-    except PushWeightsError as error:
-        said |= {"outcome": error.code, "message": error.message}
-    said["seconds"] = time.monotonic() - began
+    outcomes: list[str] = []
+    said: dict[str, Any] = {"outcomes": outcomes}
+    for _ in range(request["times"]):
+        said |= {"outcome": "ok", "message": "", "servers": {}}
+        try:
+            client.push_weights(weights, version=request["version"], mode=request["mode"])
+        except PushFailed as error:
+            codes = {s.server.rpartition(":")[2]: s.error_code for s in error.report.servers}
+            said |= {"outcome": next(filter(None, codes.values())), "servers": codes, "message": error.message}
+        except PushWeightsError as error:
+            said |= {"outcome": error.code, "message": error.message}
+        outcomes.append(said["outcome"])
     partial = Path(request["result"] + ".part")
     partial.write_text(json.dumps(said))
     partial.rename(request["result"])
@@ -238,6 +248,8 @@ def main() -> None:
 
     torch.set_num_threads(1)
     load_nixl()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # UCX tells its errors there
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
         request = json.loads(line)
@@ -251,7 +263,7 @@ def main() -> None:
             finally:
                 sys.stderr.flush()
                 os._exit(0)
-        print(pid, flush=True)
+        print(pid, file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ BIN := .venv/bin
 PYTEST_ARGS ?=
 export PIP_ARGS
 
-.PHONY: setup lint docs test test-all test-fast fidelity trainers fuzz screenshots demo clean
+.PHONY: setup lint docs test test-all test-fast fidelity trainers faults fuzz screenshots demo clean
 
 setup:  ## the CPU environment in .venv (nothing to do while its inputs are the same)
 	$(PYTHON) scripts/setup_cpu.py
@@ -45,6 +45,10 @@ fuzz: setup  ## decoders, notifications, channel, worker, routes and a real serv
 
 screenshots: setup  ## drive the live page and the timeline in Chromium (apt-get install chromium), check them, write docs/images
 	$(BIN)/python scripts/screenshots.py
+
+ARGS ?=
+faults: setup  ## kill and stop every process at every stage of an update; a table, ARGS=--write puts it into docs/faults.md
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m faults $(ARGS)
 
 SOAK_ARGS ?=
 soak: setup  ## requests, pushes and faults without a break for MINUTES=5; ends with 1 at a failure, a wrong answer or a leak

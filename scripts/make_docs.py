@@ -49,7 +49,7 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
 
 def shown(value: Any) -> str:
     """A default for people; nothing where the variable is simply not set."""
-    if isinstance(value, SecretStr) or value in (None, {}, ""):
+    if isinstance(value, SecretStr) or value in (None, {}, "", inspect.Parameter.empty):
         return ""
     return f"`{int(value) if isinstance(value, bool) else value}`"
 

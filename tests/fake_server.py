@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from vllm_nixl_plugin import errors
+from vllm_nixl_plugin.checksums import checksums, written
 from vllm_nixl_plugin.encoding import decode_landed, encode_plan, encode_plans, plan_digest
 from vllm_nixl_plugin.fabric import Fabric, Region
 from vllm_nixl_plugin.memory_fabric import MemoryFabric, MemoryNetwork
@@ -31,6 +32,7 @@ from vllm_nixl_plugin.wire import (
     Manifest,
     PlannedWorker,
     ServerStatus,
+    SumsRequest,
     UpdateOpened,
     UpdateStatus,
     WorkerPlan,
@@ -142,6 +144,7 @@ class FakeServer:
         self.known: list[int] = []
         self.fail: dict[tuple[str, str], list[Exception]] = {}
         self.before_commit: Callable[[], None] = lambda: None
+        self.before_verify: Callable[[], None] = lambda: None
         self.lose_answers = 0
         self.patience_s = 0.0
         self.updates: dict[str, UpdateStatus] = {}
@@ -200,6 +203,8 @@ class FakeServer:
             return httpx.Response(200, json={"update_id": update_id})
         if (method, kind) == ("POST", "/updates/{id}/commit"):
             return self._json(self._commit(update_id, CommitRequest.model_validate_json(request.content)), 202)
+        if (method, kind) == ("POST", "/updates/{id}/verify"):
+            return self._verify(SumsRequest.model_validate_json(request.content))
         if (method, kind) == ("DELETE", "/updates/{id}"):
             self.aborts.append(request.url.params["drained"] == "true")
             self.open = None
@@ -236,6 +241,22 @@ class FakeServer:
         status = UpdateStatus(update_id=opened.update_id, version=request.version, mode=request.mode, state="open")
         self.updates[opened.update_id] = status
         return self._json(opened)
+
+    def _verify(self, request: SumsRequest) -> httpx.Response:
+        assert self.open is not None
+        self.before_verify()
+        differing = {}
+        for worker, sums in zip(self.workers, request.sums, strict=True):
+            memory = worker.shadow if self.open[1].mode == "shadow" else worker.params
+            names = [d.names[0] for d in worker.planned.destinations]
+            for i, (name, told) in enumerate(zip(names, sums, strict=True)):
+                copies = [c.copy_ for c in worker.planned.copies if c.destination == i]
+                found = checksums([(written(memory[name].view(-1).view(torch.uint8), copies), 0)])
+                if found != told:
+                    differing.setdefault(str(worker.rank), []).append(name)
+        if differing:
+            raise errors.Corrupted(f"not what was sent: {differing}", differing=differing)
+        return httpx.Response(200, json={})
 
     def _commit(self, update_id: str, request: CommitRequest) -> UpdateStatus:
         self.before_commit()

@@ -12,7 +12,7 @@ import sys
 
 import typer
 
-from trainer_client.commands import bench, doctor, fingerprint, generation, plan, push, status, verify
+from trainer_client.commands import bench, catch_up, doctor, fingerprint, generation, plan, push, status, verify
 from vllm_nixl_plugin.errors import PushWeightsError
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app = typer.Typer(
 
 app.command()(push.push)
 app.command()(bench.bench)
+app.command("catch-up")(catch_up.catch_up)
 app.command()(status.status)
 app.command()(plan.plan)
 app.command()(generation.pause)

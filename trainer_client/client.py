@@ -156,6 +156,7 @@ class WeightClient:
         kv_cache: KvCachePolicy = "recompute",
         pause: PauseMode = "keep",
         partial: bool = False,
+        verify: bool = False,
         convert: Convert | None = None,
         quantize: BlockFP8 | None = None,
     ) -> PushReport:
@@ -176,6 +177,8 @@ class WeightClient:
             kv_cache: ``recompute`` what running requests have cached, or ``keep`` it although the weights changed.
             pause: what happens to running requests at the install: ``keep`` them, ``wait`` for them, ``abort`` them.
             partial: weights that are not pushed keep their present values; else they are an error.
+            verify: compare checksums of what was sent and of what has arrived, before it is installed. Where they
+                differ, the push fails and names the tensors; the old weights serve on (in mode ``in_place``: torn).
             convert: from a dict of the model's tensors to named checkpoint tensors; runs once, without data, on the
                 tensors of all ranks with their global shapes. Default: the model's own way back to its checkpoint for
                 transformers models, nothing for others.
@@ -186,8 +189,9 @@ class WeightClient:
         """
         with self._one_at_a_time():
             request = self._request(
-                model, convert, quantize, version=version, mode=mode, kv_cache=kv_cache, pause=pause, partial=partial
-            )
+                model, convert, quantize, version=version, mode=mode, kv_cache=kv_cache, pause=pause, partial=partial,
+                verify=verify,
+            )  # fmt: skip
             self._pushes.settle()
             return self._push(request, self._progress(), threading.Event())
 
@@ -201,6 +205,7 @@ class WeightClient:
         kv_cache: KvCachePolicy = "recompute",
         pause: PauseMode = "keep",
         partial: bool = False,
+        verify: bool = False,
         convert: Convert | None = None,
         quantize: BlockFP8 | None = None,
     ) -> PushHandle:
@@ -217,7 +222,7 @@ class WeightClient:
         with self._one_at_a_time():
             request = self._request(
                 model, convert, quantize, self._pushes.copy if snapshot else None, version=version, mode=mode,
-                kv_cache=kv_cache, pause=pause, partial=partial,
+                kv_cache=kv_cache, pause=pause, partial=partial, verify=verify,
             )  # fmt: skip
             return self._pushes.start(bind(self._push, request), self._progress(), reads_copy=snapshot)
 
@@ -347,7 +352,7 @@ class WeightClient:
         wanted = request.options
         options = Options(
             meeting.version, wanted["mode"], wanted["kv_cache"], wanted["pause"], self._lease_s, self._timeout_s,
-            self._identity, meeting.writers, meeting.contacts,
+            self._identity, meeting.writers, meeting.contacts, wanted["verify"],
         )  # fmt: skip
         deliveries = [
             bind(deliver, server, exchange.group, Team(exchange, number), stock, options, progress, cancel, before)

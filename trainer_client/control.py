@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ssl
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -31,6 +31,8 @@ from vllm_nixl_plugin.wire import (
     MAX_BODY_BYTES,
     PREFIX,
     BeginRequest,
+    CatchUpRequest,
+    CatchUpStatus,
     Checkpoint,
     CommitRequest,
     Fingerprint,
@@ -39,6 +41,7 @@ from vllm_nixl_plugin.wire import (
     PauseMode,
     Record,
     ServerStatus,
+    SumsRequest,
     UpdateOpened,
     UpdateStatus,
     WeightSpec,
@@ -51,6 +54,8 @@ READING_S = 600.0
 """How long a server may take to read all its weights."""
 LATE_S = 10.0
 """How long a request may take when the time of the push is over: those that clear up."""
+CATCH_UP_S = 30.0
+"""How long one request waits for a catch-up."""
 ATTEMPTS = 3
 RETRY_S = 0.2
 
@@ -157,6 +162,11 @@ class Control:
         """Hold the update for another ``lease_s``. Errors: StaleUpdate."""
         self._request("POST", f"/updates/{update_id}/renew", json={"lease_s": lease_s})
 
+    def verify(self, update_id: str, sums: Sequence[Sequence[int]], timeout_s: float) -> None:
+        """Compare what has arrived with the checksums of what was sent. Errors: Corrupted, naming what differs."""
+        body = SumsRequest(sums=tuple(tuple(each) for each in sums), timeout_s=timeout_s).model_dump_json()
+        self._request("POST", f"/updates/{update_id}/verify", body=body, wait_s=timeout_s)
+
     def commit(self, update_id: str, request: CommitRequest, wait_s: float = 0.0) -> UpdateStatus:
         """Start the install, or join the running one; how it stands, at the latest after ``wait_s``."""
         answer = self._request(
@@ -187,6 +197,16 @@ class Control:
         """
         answer = self._request("GET", "/plan", params={} if digest is None else {"digest": digest}, wait_s=READING_S)
         return list(answer.json()["workers"])
+
+    def catch_up(self, peer: str, timeout_s: float) -> CatchUpStatus:
+        """Let the server read the weights of a peer; how it stands after a while. Asked again, it joins what runs.
+
+        Errors: LeaseHeld, when it is catching up from another peer.
+        """
+        body = CatchUpRequest(peer=peer, timeout_s=timeout_s).model_dump_json()
+        wait_s = min(timeout_s, CATCH_UP_S)
+        answer = self._request("POST", "/catch-up", body=body, params={"wait_s": wait_s}, wait_s=wait_s)
+        return self._record(CatchUpStatus, answer)
 
     def checkpoint(self) -> Checkpoint:
         """The weights that the server started from."""

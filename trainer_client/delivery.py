@@ -31,6 +31,7 @@ from trainer_client.group import RankGroup
 from trainer_client.link import Link, Offering, Plans, Stock, Target, refuse_unused
 from trainer_client.progress import Progress
 from trainer_client.report import SERVER_STAGES, RankReport, ServerReport, Span
+from trainer_client.sums import Sums, added
 from trainer_client.team import DRAIN_S, Team, pack_bindings
 from trainer_client.transfer import Transfer
 from vllm_nixl_plugin.errors import (
@@ -74,6 +75,7 @@ class Options:
     holder: str
     writers: tuple[str, ...]
     contacts: tuple[bytes, ...] = ()
+    verify: bool = False
 
 
 @dataclass
@@ -162,6 +164,7 @@ class _Push:
         self._called = called
         self.seconds: dict[str, float] = {}
         self.spans: list[Span] = []
+        self._sums: tuple[Sums, ...] = ()
         self.ranks: tuple[RankReport, ...] = ()
         self.stale: tuple[str, ...] = ()
         self.window: Mapping[str, int | None] | None = None
@@ -188,6 +191,9 @@ class _Push:
             else:
                 self._send(opened, transfer)
                 self._check()
+                if self._options.verify:
+                    with self._stage("verify"):
+                        self._verify(opened, plans)
                 asked = time.monotonic()
             sent = time.monotonic()
             self._progress.stage(self._control.server, "install")
@@ -270,7 +276,7 @@ class _Push:
                 self._server.told = targets, self._group.keep(slot, pack_bindings(bindings))
             self._team.order(
                 "send", update_id=opened.update_id, plans=digest, targets=targets, bindings=self._server.told[1],
-                left_s=self._left(),
+                left_s=self._left(), verify=self._options.verify,
             )  # fmt: skip
         return self._link.transfer(self._stock, plans, targets)
 
@@ -278,17 +284,24 @@ class _Push:
         server, begin = self._control.server, time.monotonic()
         self._progress.stage(server, "send", total_nbytes=transfer.nbytes)
         sent = transfer.run(
-            opened.update_id, self._deadline, check=self._check, progress=lambda n: self._progress.add(server, n)
+            opened.update_id, self._deadline, check=self._check, progress=lambda n: self._progress.add(server, n),
+            verify=self._options.verify,
         )
         took = time.monotonic() - begin
         own = RankReport(0, sent.nbytes, sent.packed_nbytes, took, self._since(begin, sent.spans))
         answers = self._team.answers(self._check)
         self.ranks = (own, *(self._rank(rank, a, begin) for rank, a in enumerate(answers, 1)))
+        self._sums = (sent.sums, *(answer["sums"] for answer in answers))
         pack_s, wire_s = max([(sent.pack_s, sent.wire_s), *((a["pack_s"], a["wire_s"]) for a in answers)], key=sum)
         self.seconds |= {"pack": pack_s, "wire": wire_s}
         joined = time.monotonic()
         self.seconds["join"] = max(joined - begin - pack_s - wire_s, 0.0)
         self.spans.append(self._span("join", joined - self.seconds["join"], self.seconds["join"]))
+
+    def _verify(self, opened: UpdateOpened, plans: Plans) -> None:
+        """The server has got what all ranks sent. Errors: Corrupted, naming what differs."""
+        counts = [(worker.worker, len(plans.plans[worker.plan].destinations)) for worker in plans.workers]
+        self._control.verify(opened.update_id, added(self._sums, counts), self._left())
 
     def _rank(self, rank: int, answer: Entry, begin: float) -> RankReport:
         """What another rank says of itself. Its clock may be another: it began when it was told to, about ``begin``."""

@@ -81,6 +81,9 @@ def check_options(options: Mapping[str, Any]) -> None:
     for name, kind in (("mode", Mode), ("kv_cache", KvCachePolicy), ("pause", PauseMode)):
         if options[name] not in get_args(kind):
             raise InvalidRequest(f"{name} is {options[name]!r}; expected one of {', '.join(get_args(kind))}")
+    if options["verify"] and options["mode"] == "streamed":
+        raise InvalidRequest("in mode 'streamed' weights are installed while others arrive, so verify=True has no time "
+                             "to look: push with mode='shadow', or compare servers afterwards (vllm-nixl verify)")
     version = options["version"]
     if version is not None and not 0 < len(version) <= 256:
         raise InvalidRequest(f"version is {version!r}; expected a string of 1 to 256 characters")

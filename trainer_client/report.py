@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 STAGES = (
-    "collect", "meet", "plan", "route", "begin", "pack", "wire", "join", "prepare", "pause", "install", "resume",
-    "commit", "total",
+    "collect", "meet", "plan", "route", "begin", "pack", "wire", "join", "verify", "prepare", "pause", "install",
+    "resume", "commit", "total",
 )  # fmt: skip
 """Stages in the order of the push; all before ``total`` together are ``total``, but for a moment here and there.
 

@@ -162,7 +162,9 @@ class _Part:
             self._link.learn(unpack_bindings(self._exchange.group.fetch(entry["bindings"])))
         transfer = self._link.transfer(self._stock, plans, targets)
         check()
-        sent = transfer.run(entry["update_id"], begin + entry["left_s"], check=check, progress=_ignore)
+        sent = transfer.run(
+            entry["update_id"], begin + entry["left_s"], check=check, progress=_ignore, verify=entry["verify"]
+        )
         return asdict(sent) | {"seconds": time.monotonic() - begin}
 
     def _plans(self, entry: Entry) -> Plans:

@@ -32,6 +32,7 @@ from trainer_client.packing import PreparedBatch
 from trainer_client.registration import BUFFERS, Place, SendBuffers, SourceMemory
 from trainer_client.report import Span
 from trainer_client.routing import Route
+from trainer_client.sums import Sums, Tally
 from vllm_nixl_plugin.encoding import encode_landed
 from vllm_nixl_plugin.errors import DeadlineExceeded, FabricError, InvalidRequest
 from vllm_nixl_plugin.fabric import Descriptors, Fabric, Memory, Write, wait_all
@@ -62,6 +63,8 @@ class Sent:
     pack_s: float = 0.0
     wire_s: float = 0.0
     spans: tuple[Span, ...] = ()
+    sums: Sums = field(default_factory=dict)
+    """Where the run was to be verified."""
 
 
 @dataclass
@@ -87,6 +90,8 @@ class _Packed:
     slot: tuple[str, int]
     batch: PreparedBatch
     writes: tuple[Write, ...]
+    buffer: torch.Tensor
+    runs: Runs
     group: int | None = None
 
     @property
@@ -131,11 +136,13 @@ class Transfer:
         return sum(lane.route.nbytes for lane in self._lanes)
 
     def run(
-        self, update_id: str, deadline: float, *, check: Callable[[], None], progress: Callable[[int], None]
-    ) -> Sent:
+        self, update_id: str, deadline: float, *, check: Callable[[], None], progress: Callable[[int], None],
+        verify: bool = False,
+    ) -> Sent:  # fmt: skip
         """Send everything for one update. ``deadline`` is on time.monotonic.
 
         ``check`` is called now and then and may raise to give up; ``progress`` is told the bytes of completed writes.
+        ``verify``: also work out the checksums of what is sent.
         Errors: FabricError, DeadlineExceeded, whatever ``check`` raises; then call `drain`.
         """
         sent = Sent(nbytes=self.nbytes, packed_nbytes=sum(lane.route.packed_nbytes for lane in self._lanes))
@@ -144,6 +151,7 @@ class Transfer:
         self._posted = []
         watch = _Watch(self._posted, deadline, check, progress)
         fills: list[Span] = []
+        tally = Tally() if verify else None
         for lane in self._lanes:
             lane.posts = 0
         agents = [(lane.binding.agent, lane.plan) for lane in self._lanes if lane.parts]
@@ -152,6 +160,8 @@ class Transfer:
                 self._wait_for_room(turn, update_id, watch)
                 for lane, write in turn.direct:
                     self._post(lane, write, update_id, turn.group)
+                if tally is not None:
+                    self._count_direct(tally)
                 for packed in turn.packed:
                     watch.wait(busy.pop(packed.slot, ()))
                     filling = time.monotonic()
@@ -164,10 +174,23 @@ class Transfer:
                     for write in packed.writes:
                         self._post(packed.lane, write, update_id, packed.group)
                     busy[packed.slot] = packed.writes
+                    if tally is not None:
+                        with apart(self._devices):
+                            tally.add(packed.lane.binding.worker, [packed.buffer], packed.runs)
+                            synchronize(packed.slot[0])
             watch.wait(self._posted)
         sent.wire_s = max(time.monotonic() - begin - sent.pack_s, 0.0)
         sent.spans = (*_fewer(fills), *self._under_way(begin, watch.done_at))
+        if tally is not None:
+            sent.sums = tally.sums()
         return sent
+
+    def _count_direct(self, tally: Tally) -> None:
+        """Checksums of what is written straight from parameter memory, which is read meanwhile."""
+        memory = self._memory.sources.memory
+        with apart(sorted({storage.device for storage in self._memory.sources.storages})):
+            for lane in self._lanes:
+                tally.add(lane.binding.worker, memory, lane.route.direct)
 
     def _under_way(self, begin: float, done_at: Mapping[int, float]) -> Iterator[Span]:
         """For each worker, from the first post to the last completion that was seen."""
@@ -271,7 +294,7 @@ class Transfer:
                 at = np.full(len(batch.writes), buffer.data_ptr(), dtype=np.int64)
                 writes = self._writes(lane, batch.writes, at, Place.of(batch.device))
                 prepared = PreparedBatch(batch, owners, buffer, self._memory.sources.makers)
-                packed = _Packed(lane, (batch.device, slot), prepared, tuple(writes), turn.group)
+                packed = _Packed(lane, (batch.device, slot), prepared, tuple(writes), buffer, batch.writes, turn.group)
                 self._packed.append(packed)
                 turn.packed.append(packed)
 

@@ -35,6 +35,7 @@ from vllm_nixl_plugin.wire import (
     PauseMode,
     Record,
     Seconds,
+    SumsRequest,
 )
 
 logger = logging.getLogger("vllm.nixl_plugin")
@@ -206,6 +207,13 @@ async def renew(request: Request, update_id: UpdateId) -> Response:
     """Extend the lease from now."""
     body = _parse(RenewRequest, await _body(request, SMALL_BODY_BYTES) or b"{}")
     return JSONResponse(await _updates(request).renew(update_id, body.lease_s) | {"update_id": update_id})
+
+
+@router.post("/updates/{update_id}/verify", openapi_extra=_takes(SumsRequest))
+async def verify(request: Request, update_id: UpdateId) -> Response:
+    """Compare what has arrived with what was sent, before the commit."""
+    body = await asyncio.to_thread(_parse, SumsRequest, await _body(request, BEGIN_BODY_BYTES))
+    return JSONResponse(await _updates(request).verify(update_id, body))
 
 
 @router.post("/updates/{update_id}/commit", openapi_extra=_takes(CommitRequest))

@@ -58,10 +58,10 @@ def written(data: torch.Tensor, copies: Sequence[Copy]) -> torch.Tensor:
     """The bytes of a storage that these copies write, and zero where they do not."""
     if sum(copy.dst_nbytes for copy in copies) == data.numel():  # each byte has one writer
         return data
-    kept = torch.zeros_like(data)
+    kept, begin = torch.zeros(data.numel(), dtype=torch.uint8, device=data.device), int(data.storage_offset())
     for copy in copies:
         shape, strides = (*copy.shape, copy.dst_itemsize), (*copy.dst_strides, 1)
-        kept.as_strided(shape, strides, copy.dst_offset).copy_(data.as_strided(shape, strides, copy.dst_offset))
+        kept.as_strided(shape, strides, copy.dst_offset).copy_(data.as_strided(shape, strides, begin + copy.dst_offset))
     return kept
 
 

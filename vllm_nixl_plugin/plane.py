@@ -22,11 +22,13 @@ from typing import Any
 
 from vllm_nixl_plugin import offering
 from vllm_nixl_plugin.binding import Binder
+from vllm_nixl_plugin.checksums import checksums, written
 from vllm_nixl_plugin.composition import DRAFT_PREFIX, Held, plan_models
 from vllm_nixl_plugin.errors import EngineAsleep, EngineTorn, PlanRefused, PushWeightsError, UnknownPlan
 from vllm_nixl_plugin.findings import summed
 from vllm_nixl_plugin.fingerprint import slices
 from vllm_nixl_plugin.install import Installer
+from vllm_nixl_plugin.layout import Copy
 from vllm_nixl_plugin.loaded import LoadedModel
 from vllm_nixl_plugin.model import describe_worker, draft_models, is_asleep, record_of
 from vllm_nixl_plugin.processes import is_running
@@ -186,6 +188,14 @@ class WorkerPlane:
     def notifications(self) -> list[tuple[str, bytes]]:
         """Agent and message of what has landed since the last call."""
         return self.binder.notifications()
+
+    def sums(self, plan: WorkerPlan, mode: Mode) -> Iterator[int]:
+        """The checksum of what has arrived for each destination of an update that is open, in order."""
+        copies: dict[int, list[Copy]] = {}
+        for planned in plan.copies:
+            copies.setdefault(planned.destination, []).append(planned.copy_)
+        for index, home in enumerate(self.binder.homes(self._of(plan), mode)):
+            yield checksums([(written(home, copies.get(index, [])), 0)])
 
     # From worker to worker
 

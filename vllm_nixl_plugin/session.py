@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm_nixl_plugin import errors
+from vllm_nixl_plugin.checking import Checking
 from vllm_nixl_plugin.encoding import encode_credit
 from vllm_nixl_plugin.lease import STALE_HEARTBEAT_S, Judge, superseded
 from vllm_nixl_plugin.opened import INSTALLING_STEPS, PAUSED_STEPS, Update
@@ -52,6 +53,7 @@ class WorkerSession:
         self.plans = PlanCache(plane.make_plan)
         self._readings = Readings(plane.fingerprint)
         self.peering = Peering(self)
+        self.checking = Checking(self)
         self.description = plane.describe()
         self.worker: int = self.description["worker"]
         self.incarnation = plane.incarnation()
@@ -437,6 +439,10 @@ class WorkerSession:
             "or kill them, and push again",
             holder=left[0], expires_in_s=STALE_HEARTBEAT_S, update_id=self.undrained,
         )  # fmt: skip
+
+    def collected(self, update: Update) -> dict[str, Any]:
+        """How many bytes of the update have landed, of how many. Errors: IncarnationChanged, InvalidRequest."""
+        return self._collect(update)
 
     def _collect(self, update: Update) -> dict[str, Any]:
         """Count what has landed. Each (agent, sequence) counts once; messages of other updates do not count.

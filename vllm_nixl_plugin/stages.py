@@ -39,6 +39,9 @@ class Plane(Protocol):
     def fetch(self, plan: WorkerPlan, mode: Mode, source: Binding) -> Fetch:
         """Begin to read what a peer offers into the memory of an update by this plan. Errors: PeerRefused."""
 
+    def sums(self, plan: WorkerPlan, mode: Mode) -> Iterator[int]:
+        """The checksum (`checksums`) of what has arrived for each destination of an update that is open, in order."""
+
     def prepare_install(self, plan: WorkerPlan, mode: Mode, *, whole: bool) -> bool:
         """All bytes are there: make the install ready, changing nothing that serves; a slice of that, if not ``whole``.
         Returns whether it is ready. Errors: those of `install`."""

@@ -32,6 +32,7 @@ from vllm_nixl_plugin.wire import (
     LeaseStatus,
     PauseMode,
     ServerStatus,
+    SumsRequest,
     UpdateOpened,
     UpdateStatus,
 )
@@ -109,6 +110,30 @@ class Updates:
     async def renew(self, update_id: str, lease_s: float) -> dict[str, Any]:
         """Errors: StaleUpdate."""
         return dict(await self.engine.ask_judge("renew", {"update_id": update_id, "lease_s": lease_s}))
+
+    async def verify(self, update_id: str, request: SumsRequest) -> dict[str, Any]:
+        """Compare what has arrived at every worker with what was sent.
+
+        Errors: Corrupted, naming what differs; StaleUpdate, DeadlineExceeded, InvalidRequest.
+        """
+        deadline, workers = time.monotonic() + request.timeout_s, self.engine.workers
+        if len(request.sums) != len(workers):
+            raise errors.InvalidRequest(f"checksums for {len(request.sums)} of {len(workers)} workers")
+        told = {str(worker): list(sums) for worker, sums in zip(workers, request.sums, strict=True)}
+        answers = await self.engine.call_all("verify", {"update_id": update_id, "sums": told})
+        while not all(answer["result"]["done"] for answer in answers):
+            if time.monotonic() >= deadline:
+                raise errors.DeadlineExceeded(f"update {update_id} was not verified in time")
+            await asyncio.sleep(FIRST_POLL_S)
+            answers = await self.engine.call_all("verify", {"update_id": update_id})
+        differing = {str(a["worker"]): a["result"]["differing"] for a in answers if a["result"]["differing"]}
+        if differing:
+            names = list(dict.fromkeys(name for found in differing.values() for name in found))
+            raise errors.Corrupted(
+                f"{len(names)} tensors are not what was sent: {', '.join(names[:5])}{', ...' if names[5:] else ''} "
+                f"(workers {', '.join(differing)})", differing=differing,
+            )  # fmt: skip
+        return {"verified": update_id}
 
     async def commit(self, update_id: str, request: CommitRequest, wait_s: float = 0.0) -> UpdateStatus:
         """Start the commit, or join it, or tell how it ended; waits for that up to ``wait_s``. Errors: StaleUpdate."""

@@ -207,6 +207,16 @@ class CommitRequest(Record):
     timeout_s: Seconds = 600.0
 
 
+class SumsRequest(Record):
+    """What was sent: the checksum (`checksums`) of each destination of each worker, in order, by all writers together.
+
+    ``timeout_s`` bounds the wait for the last notifications.
+    """
+
+    sums: tuple[tuple[Annotated[int, Field(ge=0, lt=1 << 64)], ...], ...] = Field(max_length=MAX_WORKERS)
+    timeout_s: Seconds = 600.0
+
+
 class PlannedWorker(Record):
     """Which of the plans in an answer is the one of this worker. Their order is the order of ``BeginRequest.plans``."""
 

@@ -20,7 +20,8 @@ logger = logging.getLogger("vllm.nixl_plugin")
 CHANNEL_ACTIONS = frozenset({"status", "renew", "heartbeat", "grant", "claim", "record_step", "hold", "finish"})
 JUDGE_ONLY = CHANNEL_ACTIONS - {"status", "finish"} | {"channel"}
 PEER_ACTIONS = frozenset({"offer", "fetch"})
-ACTIONS = CHANNEL_ACTIONS | JUDGE_ONLY | PEER_ACTIONS | {
+CHECK_ACTIONS = frozenset({"verify"})
+ACTIONS = CHANNEL_ACTIONS | JUDGE_ONLY | PEER_ACTIONS | CHECK_ACTIONS | {
     "checkpoint", "describe", "fingerprint", "plan_start", "plan_poll", "plan_read", "plan_summary",
     "begin", "mark_torn", "take_over", "prepare", "stream", "install", "finish", "abort",
 }  # fmt: skip
@@ -108,6 +109,8 @@ def _perform(session: WorkerSession, action: str, args: dict[str, Any]) -> Any:
         wanted = args.get("plan")
         made = session.plans.get(wanted) if wanted else session.plans.latest()
         return session.plane.summary(made.plan) | {"plan": made.digest, "partial": not made.full}
+    if action in CHECK_ACTIONS:
+        return getattr(session.checking, action)(**args)
     if action in PEER_ACTIONS:
         return getattr(session.peering, action)(**args)
     if action == "channel":

@@ -17,6 +17,7 @@ import signal
 import sys
 import tempfile
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
@@ -49,6 +50,7 @@ def main() -> int:
     for name in ("fidelity", "quantized"):
         equal = what.add_parser(name, parents=[both])
         equal.add_argument("--only", default="", help="cases whose names contain one of these words, comma-separated")
+        equal.add_argument("--mode", choices=["shadow", "in_place", "streamed"], help="of all pushes, not in turns")
         equal.add_argument("--slots", type=int, default=16, help="servers at once")
     gpu_speed.add_arguments(what.add_parser("speed", parents=[both]))
     gpu_sharded.add_arguments(what.add_parser("sharded", parents=[both]))
@@ -68,6 +70,8 @@ def main() -> int:
                 cases = gpu_equality.FIDELITY if args.what == "fidelity" else gpu_equality.QUANTIZED
                 words = [word.strip().lower() for word in args.only.split(",") if word.strip()]
                 cases = [c for c in cases if not words or any(word in c.name.lower() for word in words)]
+                if args.mode is not None:
+                    cases = [replace(case, modes=(args.mode,) * 4) for case in cases]
                 fine = gpu_equality.run(cases, Path(folder), report, args.device, args.slots, args.budget)
         finally:
             close_launcher()

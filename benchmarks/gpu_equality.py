@@ -69,7 +69,7 @@ def build(model: str, width: int) -> tf.PreTrainedModel:
 class Case:
     """``form``: of `fidelity.quantized.FORMS`; ``graphs``: compiled, with CUDA graphs, else eager; ``args``, ``env``:
     more for `vllm serve`; ``bare``: a second fresh server, without the plugin; ``does``: what else is tried; ``cpu``:
-    vLLM's CPU build runs it too, and not too slowly."""
+    vLLM's CPU build runs it too, and not too slowly; ``modes``: of the four pushes."""
 
     name: str
     model: str
@@ -80,6 +80,7 @@ class Case:
     bare: bool = False
     does: str = ""
     cpu: bool = True
+    modes: tuple[str, str, str, str] = ("shadow", "in_place", "in_place", "shadow")
 
     @property
     def n_servers(self) -> int:
@@ -258,7 +259,7 @@ class _Pushes:
         with WeightClient([self._url], token=TOKEN, timeout_s=180) as client:
             if self.case.does == "sleep":
                 self._asleep(client, want)
-            for n, (seed, mode) in enumerate(((2, "shadow"), (1, "in_place"), (2, "in_place"), (1, "shadow"))):
+            for n, (seed, mode) in enumerate(zip((2, 1, 2, 1), self.case.modes, strict=True)):
                 self._push(client, seed, mode)
                 self.rows[f"push {n + 1} {mode}"] = difference(self._generate(self._url), want[seed])
                 if seed == 2:

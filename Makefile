@@ -14,7 +14,7 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-docs: setup  ## docs/cli.md and docs/configuration.md from the code, and the site in build/site; a warning is an error
+docs: setup  ## docs/cli.md, docs/configuration.md and docs/metrics.md from the code
 	$(BIN)/python scripts/make_docs.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make docs/cli.md and docs/configuration.md from the code: the commands' options, and the settings' fields.
+"""Make docs/cli.md, docs/configuration.md and docs/metrics.md from the code: commands, settings, metrics.
 
 usage: python scripts/make_docs.py [--check]    (`make docs`; --check writes nothing, and fails if they are old)
 """
@@ -16,6 +16,7 @@ from pydantic import SecretStr
 from typer.models import ArgumentInfo
 
 from trainer_client.cli import app
+from vllm_nixl_plugin.metrics import metrics
 from vllm_nixl_plugin.settings import ServerSettings, TrainerSettings, WorkerSettings, variables
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -26,6 +27,29 @@ CONFIGURATION = """# Configuration
 All settings are environment variables. A name that does not exist, a value that is not understood, and settings that
 contradict each other end the start of a server, and are `invalid_request` in a trainer; the message names the variable
 and the closest valid name. An empty variable counts as not set.
+"""
+METRICS = """# Metrics
+
+<!-- Made by scripts/make_docs.py (make docs). Change the code instead. -->
+
+## The server
+
+vLLM's own `/metrics` has these, too, also with several API servers. They are renewed once a second, beside the path of
+updates. Stages are those of [reports](quickstart.md), and `install.copy` and such within the install.
+
+TABLE
+
+## The trainer
+
+A trainer that has imported `prometheus_client` counts its pushes in the default registry: `vllm_nixl_pushes_total`
+(`server`, `result`: `ok` or an error code), `vllm_nixl_push_bytes_total` (`server`), and the histogram
+`vllm_nixl_push_seconds` (`stage`). Where it has set a tracer provider of OpenTelemetry, each push is a span, with one
+for each server and stage below. `WeightClient(..., on_report=call)` calls a function with the report of each push.
+
+## A dashboard
+
+[grafana.json](grafana.json) is a dashboard for Grafana: import it, and choose a Prometheus data source that scrapes the
+servers, and the trainers if they have metrics.
 """
 SERVER = """In the environment of `vllm serve`. With Ray as vLLM's executor, its workers get them when
 `VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY=PUSH_WEIGHTS_` is set."""
@@ -86,6 +110,18 @@ def command_line() -> str:
     return "\n".join(lines[:-1]) + "\n"
 
 
+def metric_page() -> str:
+    """docs/metrics.md."""
+    rows = []
+    for metric in vars(metrics()).values():
+        if hasattr(metric, "describe"):
+            [about] = metric.describe()
+            name = about.name + ("_total" if about.type == "counter" else "")
+            labels = ", ".join(f"`{label}`" for label in metric._labelnames)
+            rows.append((f"`{name}`", about.type, labels, about.documentation.rstrip(".")))
+    return METRICS.replace("TABLE", "\n".join(table(("Metric", "Type", "Labels", "Meaning"), rows)).rstrip())
+
+
 def brief(call: Any) -> str:
     """The first sentence of a command's help."""
     return inspect.cleandoc(call.__doc__ or "").split("\n\n")[0].split(";")[0].replace("``", "`").rstrip(".")
@@ -122,7 +158,7 @@ def argument(parameter: tuple[str, Any, Any, Any]) -> tuple[str, str, str]:
 
 def main() -> None:
     """Write the pages, or compare them."""
-    pages = {"cli.md": command_line(), "configuration.md": configuration()}
+    pages = {"cli.md": command_line(), "configuration.md": configuration(), "metrics.md": metric_page()}
     old = [name for name, text in pages.items() if not (DOCS / name).exists() or (DOCS / name).read_text() != text]
     if "--check" in sys.argv[1:]:
         sys.exit(f"make docs: {', '.join(old)} are not what the code says" if old else 0)

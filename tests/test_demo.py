@@ -62,7 +62,9 @@ def test_the_demo_learns_its_sentence_and_ends_equal(demo: subprocess.Popen[str]
 
 @pytest.mark.server
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "status"), [
+    (signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.thorough),
+])  # fmt: skip
 def test_the_demo_can_be_stopped_while_its_server_starts(
     demo: subprocess.Popen[str], number: signal.Signals, status: int
 ) -> None:

@@ -92,6 +92,7 @@ def test_every_tiny_model_is_served(checkpoint, name: str) -> None:
 
 @pytest.mark.server
 @pytest.mark.slow
+@pytest.mark.thorough  # test_verification compares a server of each kind
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
 def test_a_forked_server_generates_what_a_server_started_by_a_user_does(checkpoint, tensor_parallel: int) -> None:
     forked = EngineOptions(tensor_parallel=tensor_parallel, launch="fork")

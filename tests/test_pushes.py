@@ -123,8 +123,10 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("kind", BAD)
-@pytest.mark.parametrize("mode", ["shadow", "in_place"])
+@pytest.mark.parametrize(("kind", "mode"), [
+    *((kind, "shadow") for kind in BAD), ("misshaped", "in_place"),
+    *(pytest.param(kind, "in_place", marks=pytest.mark.thorough) for kind in BAD if kind != "misshaped"),
+])  # fmt: skip
 def test_a_push_that_does_not_fit_is_refused_by_name_and_changes_nothing(served, client, kind, mode):
     server, a, b = served
     client.push_weights(read_weights(a), version="good")

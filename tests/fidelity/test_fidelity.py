@@ -15,19 +15,25 @@ from torch import nn
 
 from vllm_nixl_plugin.fingerprint import differences, fingerprint
 
-SAMPLE = ("gpt-oss", "gpt-oss-fp16", "phi", "gpt2", "llama-awq", "odd-looks", "odd-notes", "odd-caches",
-          "fooling-recognizes")
+MORE = ("gpt-oss-fp16", "phi", "odd-notes", "odd-caches")
+SAMPLE = [
+    pytest.param(name, marks=[pytest.mark.thorough] if name in MORE else [])
+    for name in ("gpt-oss", "gpt-oss-fp16", "phi", "gpt2", "llama-awq", "odd-looks", "odd-notes", "odd-caches",
+                 "fooling-recognizes")
+]  # fmt: skip
 """Biases held by plain objects; a cast made by the first forward; a parameter that the loader makes; transposed
 weights; packed integers; the fallback; what a loader leaves behind; what a forward keeps; a
 loader that fools the tracer."""
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    """What the models of this session's tests came to, all in one process."""
+    wanted = {item.callspec.params["model"] for item in request.session.items if "rows" in getattr(item, "fixturenames", ())}
     out = tmp_path_factory.mktemp("fidelity") / "rows.json"
     tests = Path(__file__).parent.parent
     done = subprocess.run(
-        [sys.executable, "-m", "fidelity", *SAMPLE, "--json", str(out)],
+        [sys.executable, "-m", "fidelity", *sorted(wanted), "--json", str(out)],
         check=False, env=os.environ | {"PYTHONPATH": str(tests)}, capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     assert out.exists(), done.stdout + done.stderr

@@ -1,5 +1,6 @@
 """What an engine generates, in a form that compares, and what a fresh engine would have generated."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +72,13 @@ def _completion(
 _references: dict[object, tuple[Completion, ...]] = {}
 
 
+def _digest(checkpoint: Path) -> str:
+    digest = hashlib.sha256()
+    for file in sorted(checkpoint.iterdir()):
+        digest.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
 def reference(
     checkpoint: Path,
     prompts: Sequence[Sequence[int]] = PROMPTS,
@@ -82,10 +90,10 @@ def reference(
     """What a freshly started engine without our plugin generates from a checkpoint; kept for the session.
 
     options: those of the server under test, as `server.options`: compiled, tensor-parallel and eager engines differ in
-    the last bits. The files of the checkpoint must not change during the session.
+    the last bits. Checkpoints with the same files are one, wherever they are.
     """
     options = options or EngineOptions()
-    key = (checkpoint, tuple(map(tuple, prompts)), n_tokens, logprobs, options)
+    key = (_digest(checkpoint), tuple(map(tuple, prompts)), n_tokens, logprobs, options)
     if key not in _references:
         with Server(checkpoint, options, plugin=False) as server:
             _references[key] = completions(server.url, prompts, n_tokens, logprobs)

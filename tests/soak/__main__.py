@@ -68,8 +68,10 @@ class Soak:
         for target in self._targets:
             target.up.set()
         self.versions = Versions()
-        self.steady, self.victim = self._trainer(), self._trainer()
-        stack.callback(lambda: (self.steady.kill(), self.victim.kill()))
+        self.steady, self.victim, self._spare = (self._trainer() for _ in range(3))
+        stack.callback(lambda: [trainer.kill() for trainer in (self.steady, self.victim, self._spare)])
+        for trainer in (self.steady, self.victim):
+            trainer.answer()
         self.traffic = Traffic(self._targets, self._fresh, self.versions, CLIENTS)
         self.watch = Watch(self._answers)
 
@@ -151,8 +153,9 @@ class Soak:
             self.victim.start(**order)
             time.sleep(self.draw.uniform(0, 0.15))
             self.victim.kill()
-            self.victim = self._trainer()
+            self.victim, self._spare = self._spare, self._trainer()
             self._push(self.steady, healing=True)
+        self.victim.answer()  # it has started
 
     def _stopped(self) -> None:
         """SIGSTOP at any moment of a push, until long after the lease is over; what it does then must not matter."""
@@ -202,9 +205,8 @@ class Soak:
     # What is looked at.
 
     def _trainer(self) -> Trainer:
-        made = Trainer([s.url for s in self.servers], TOKEN, self._paths, self._answers)
-        assert made.answer()["outcome"] == "ready"
-        return made
+        """One that starts: its first answer says when it has."""
+        return Trainer([server.url for server in self.servers], TOKEN, self._paths, self._answers)
 
     def _sample(self) -> None:
         processes = {f"server {number}": server.processes() for number, server in enumerate(self.servers)}

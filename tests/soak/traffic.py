@@ -24,6 +24,8 @@ TOLERANCE = 0.35
 SCORED = 0.15
 """The part of the answers that a fresh server scores, too."""
 HANGS_S = 150.0
+PAUSE_S = 0.5
+"""The longest pause of a client between two requests: pushes need a processor, too."""
 
 
 @dataclass
@@ -87,6 +89,7 @@ class Traffic:
     def _run(self, target: Target, number: int) -> None:
         draw = random.Random(f"{target.url}{number}")
         while not self._stop.is_set():
+            time.sleep(draw.uniform(0, PAUSE_S))
             self._open.wait()
             if not target.up.wait(1.0):
                 continue

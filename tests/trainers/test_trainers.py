@@ -71,7 +71,13 @@ def test_some_of_the_ranks_push_through_a_process_group_of_their_own(served: Ser
     assert completions(server.url) == reference(checkpoints[3])
 
 
-@pytest.mark.parametrize(("lost", "how"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (0, signal.SIGSTOP)])
+@pytest.mark.parametrize(
+    ("lost", "how"),
+    [
+        (0, signal.SIGKILL), (0, signal.SIGSTOP),
+        pytest.param(1, signal.SIGKILL, marks=pytest.mark.thorough),
+    ],
+)  # fmt: skip
 def test_a_rank_that_is_lost_in_the_middle_ends_the_push_on_the_others(
     served: Served, trainer: World, lost: int, how: signal.Signals
 ) -> None:

@@ -36,6 +36,7 @@ from trainer_client.team import DRAIN_S, Team, pack_bindings
 from trainer_client.transfer import Transfer
 from vllm_nixl_plugin.errors import (
     DeadlineExceeded,
+    FabricError,
     IncarnationChanged,
     LeaseHeld,
     PushWeightsError,
@@ -132,8 +133,10 @@ def deliver(
         error.__cause__ = failure
     push.seconds["total"] = time.monotonic() - begin + sum(before.values())
     progress.stage(server.control.server, "failed" if error else "done")
+    version = options.version if error is None else _served(server.control, error)
+    server.control.until = float("inf")
     return ServerReport(
-        server=server.control.server, version=options.version if error is None else _served(server.control, error),
+        server=server.control.server, version=version,
         nbytes=sum(rank.nbytes for rank in push.ranks), packed_nbytes=sum(rank.packed_nbytes for rank in push.ranks),
         seconds=dict(push.seconds), ranks=push.ranks, spans=tuple(push.spans),
         error=None if error is None else error.message, error_code=None if error is None else error.code,
@@ -377,8 +380,14 @@ class _Push:
             drained = self._link.drain(DRAIN_S)
             with suppress(RankLost):
                 others = self._team.drained()
+            ended: UpdateStatus | None = None
             with suppress(PushWeightsError):
-                self._control.abort(opened.update_id, drained=drained and others)
+                ended = self._control.abort(opened.update_id, drained=drained and others)
+            if isinstance(error, FabricError) and ended is not None and ended.state == "expired":
+                raise StaleUpdate(
+                    f"update {opened.update_id} was taken over by another push, and its memory with it: this trainer "
+                    f"stood still for longer than lease_s={self._options.lease_s:g}", update_id=opened.update_id,
+                ) from error  # fmt: skip
             raise
 
     @contextmanager

@@ -95,9 +95,9 @@ def _trainer(cell: Cell) -> Expected:
         server = TORN if cell.mode == "streamed" and cell.stage == "writing" else PAUSED
     if cell.how == "kill":
         return Expected(("killed",) if cell.stage != "after" else OK, server)
-    # Another push takes the update over, so that the first has failed when it goes on, with a lease or an agent that is
-    # no longer there. It begins one if it had none yet, and hears of the end of one that has ended.
-    lost = ("stale_update", "fabric", "incomplete") if cell.mode == "streamed" else ("stale_update", "fabric")
+    # Another push takes the update over, so that the first has failed when it goes on. It begins one if it had none
+    # yet, and hears of the end of one that has ended.
+    lost = ("stale_update", "incomplete") if cell.mode == "streamed" else ("stale_update",)
     return Expected(lost if interrupted else OK, server, interrupted and cell.mode != "shadow")
 
 

@@ -305,7 +305,7 @@ def test_the_report_is_a_table_and_a_dictionary(client) -> None:
     assert lines[0].startswith("version v1 (shadow): 1 of 1 servers")
     assert len(lines[1]) == len(lines[2])
     seconds = report.to_dict()["servers"][0]["seconds"]
-    assert set(seconds) == set(trainer_client.report.STAGES)
+    assert set(seconds) == set(trainer_client.report.STAGES) - {"measure", "verify"}
     assert seconds["install"] == 0.02
 
 

@@ -308,7 +308,9 @@ class WeightClient:
                 stock = self._stock(exchange, request, meeting)
                 if exchange.is_leader:
                     with progress:
-                        before = {"collect": request.seconds, "meet": time.monotonic() - begin}
+                        measured_s = self._stockroom.measured_s
+                        before = {"collect": request.seconds, "meet": time.monotonic() - begin - measured_s}
+                        before |= {"measure": measured_s} if measured_s else {}
                         report, error = self._lead(exchange, request, meeting, stock, progress, cancel, before)
                 else:
                     report, error = self._follow(exchange, meeting, stock, cancel)

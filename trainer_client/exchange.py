@@ -43,6 +43,7 @@ class Exchange:
         self._board.patience_s = rank_timeout_s
         self._timeout_s, self._rank_timeout_s = timeout_s, rank_timeout_s
         self._deadline = time.monotonic() + timeout_s
+        self._all_here = False
         self._written: list[str] = []
         self._said = self._heard = 0
         self._lock = threading.Lock()
@@ -74,6 +75,8 @@ class Exchange:
             self._over.set()
             if self._pulse.ident is not None:
                 self._pulse.join()
+            if self._all_here and error is None:
+                self.group.sweep()
             self.group.finished(self._written)
 
     def post(self, stage: str, answer: Entry | bytes) -> None:
@@ -118,9 +121,9 @@ class Exchange:
         return entry
 
     def begun(self) -> None:
-        """Every rank has begun this push: the traces of earlier ones can go."""
+        """Every rank has begun this push: the traces of earlier ones can go, when this one is over."""
         self._deadline = float("inf")
-        self.group.sweep()
+        self._all_here = True
 
     def fail(self, error: BaseException) -> PushWeightsError:
         """Fail the push on every rank; the error that it fails with: the first that any rank has."""

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 PART_NBYTES = 4 << 20
 """Longer values are cut: a TCPStore refuses messages above 8 MiB and closes the connection."""
+CLOSE_S = 2.0
+"""How long closing waits for what was deleted last."""
 LEADER = 0
 """The rank that speaks with the servers."""
 
@@ -107,7 +109,10 @@ class RankGroup:
         self._past += keys
 
     def sweep(self) -> None:
-        """Every rank has begun the present push: take down what earlier ones have left, and what was replaced."""
+        """Every rank has begun the present push: take down what earlier ones have left, and what was replaced.
+
+        Does not wait until that is done.
+        """
         with self._lock:
             stale = self._held.keys() - self._kept.values()
             keys = [key for digest in sorted(stale) for key in self._held.pop(digest)] + self._past
@@ -137,9 +142,11 @@ class Board:
     def close(self) -> None:
         """End the thread; the next call starts another."""
         with self._lock:
-            if self._thread is not None:
+            thread, self._thread = self._thread, None
+            if thread is not None:
                 self._calls.put(None)
-                self._thread = None
+        if thread is not None and not self._gone:
+            thread.join(CLOSE_S)
 
     def set(self, key: str, data: bytes) -> list[str]:
         """Leave a message of any length, which is there as a whole or not at all; the keys to `delete` it by."""
@@ -171,9 +178,17 @@ class Board:
         return bytes(self._call("get", key)).decode()
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Take messages down."""
-        for key in keys:
-            self._call("delete_key", key)
+        """Take messages down, without waiting for it: what is asked next waits."""
+        names = list(keys)
+
+        def delete() -> None:
+            for name in names:
+                self._store.delete_key(name)
+
+        if isinstance(self._store, _Memory):
+            delete()
+        elif names and not self._gone:
+            self._ask_for(delete)
 
     def _get(self, keys: Sequence[str]) -> list[bytes]:
         store: Any = self._store
@@ -187,14 +202,8 @@ class Board:
             return call()
         cause: Exception | None = None
         if not self._gone:
-            answer: Future[Any] = Future()
-            with self._lock:
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._ask, name="nixl-store", daemon=True)
-                    self._thread.start()
-                self._calls.put((answer, call))
             try:
-                return answer.result(self.patience_s)
+                return self._ask_for(call).result(self.patience_s)
             except TimeoutError:
                 self._gone = f"no answer for {self.patience_s:g} s"
             except Exception as error:  # noqa: BLE001 - those of the store have no class in common
@@ -203,6 +212,15 @@ class Board:
             f"the store through which the ranks of this trainer talk does not answer ({self._gone}): the process that "
             "hosts it, usually rank 0, is gone or stopped. Restart the trainer; the servers keep what they serve"
         ) from cause
+
+    def _ask_for(self, call: Callable[[], Any]) -> Future[Any]:
+        answer: Future[Any] = Future()
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._ask, name="nixl-store", daemon=True)
+                self._thread.start()
+            self._calls.put((answer, call))
+        return answer
 
     def _ask(self) -> None:
         while (item := self._calls.get()) is not None:

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 STAGES = (
-    "collect", "meet", "plan", "route", "begin", "pack", "wire", "join", "verify", "prepare", "pause", "install",
-    "resume", "commit", "total",
+    "collect", "meet", "measure", "plan", "route", "begin", "pack", "wire", "join", "verify", "prepare", "pause",
+    "install", "resume", "commit", "total",
 )  # fmt: skip
 """Stages in the order of the push; all before ``total`` together are ``total``, but for a moment here and there.
 
 ``prepare`` … ``resume`` are the server's clock, the rest the client's; ``commit`` is what passes from asking for the
-install to hearing of its end beside those four. ``join``: from the end of the transfer on the slowest rank until
-rank 0 has heard of it.
+install to hearing of its end beside those four. ``measure`` is there only where weights are quantized. ``join``: from
+the end of the transfer on the slowest rank until rank 0 has heard of it.
 
 ``pack`` and ``wire`` overlap: ``pack`` is the time spent copying into send buffers, ``wire`` the time from the first
 post to the last completed write, less ``pack``. ``prepare`` waits for the last notifications and runs vLLM's processing

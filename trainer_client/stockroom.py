@@ -6,6 +6,7 @@ Things go in the order in which they depend on each other: writes before memory,
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 
 from trainer_client.credits import Credits
@@ -26,12 +27,15 @@ class Stockroom:
         self.memory: SourceMemory | None = None
         self._links, self._make_fabric = links, make_fabric
         self._credits: Credits | None = None
+        self.measured_s = 0.0
 
     def stock(self, sources: Sources, offered: Offered, exchange: Exchange) -> Stock:
         """The offering, its memory and the agent; memory that lies where it did stays registered.
 
-        Errors: FabricError; those of the exchange, where ranks quantize together.
+        ``measured_s`` is what looking at the values has taken, where they are quantized. Errors: FabricError; those of
+        the exchange, where ranks quantize together.
         """
+        self.measured_s = 0.0
         fabric = self._opened()
         quantizer = offered.quantizer
         with apart(sources.devices):
@@ -39,7 +43,9 @@ class Stockroom:
                 self.release()
                 self.memory = SourceMemory(fabric, sources if quantizer is None else quantizer.bind(sources))
             if quantizer is not None:
+                begin = time.monotonic()
                 quantizer.measure(exchange)
+                self.measured_s = time.monotonic() - begin
         return Stock(offered.offering, self.memory, fabric, self._credits)
 
     def contact(self) -> bytes:

@@ -1,17 +1,78 @@
-"""The examples of sharded trainers push what a fresh server makes of their weights; run as their docstrings say."""
+"""The examples push what a fresh server makes of their weights; run as their docstrings say."""
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 
-from harness import TOKEN, Server, completions, reference
+from harness import TOKEN, Server, completions, reference, servers
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture(scope="module")
+def fleet(checkpoint) -> Iterator[tuple[Server, ...]]:
+    """Two servers for all examples that take any transformers model."""
+    with servers(Server(checkpoint("qwen3", 1)), Server(checkpoint("qwen3", 1))) as both:
+        yield both
+
+
+def alone(example: str, *arguments: str | Path) -> str:
+    """The output of the example, run by itself."""
+    quiet = {"OMP_NUM_THREADS": "1", "PUSH_WEIGHTS_TOKEN": TOKEN, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / example, *arguments], env=os.environ | quiet, capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.server
+@pytest.mark.slow
+@pytest.mark.parametrize(("example", "said", "version"), [
+    ("minimal.py", "the server has step-3", "step-3"),
+    ("overlapped.py", "step-4: ", "step-4"),
+    ("hot_reload.py", "the server has step-2", "step-2"),
+])  # fmt: skip
+def test_an_example_with_one_server_leaves_it_with_what_it_has_trained(
+    checkpoint, fleet, tmp_path: Path, example: str, said: str, version: str
+) -> None:
+    server, trained = fleet[0], tmp_path / "trained"
+    assert said in alone(example, checkpoint("qwen3", 1), server.url, trained)
+    assert served(server) == version
+    assert completions(server.url) == reference(trained)
+
+
+@pytest.mark.server
+@pytest.mark.slow
+def test_a_fleet_goes_on_while_servers_join_and_leave(checkpoint, fleet, tmp_path: Path) -> None:
+    trained = tmp_path / "trained"
+    said = alone("fleet.py", checkpoint("qwen3", 1), *(server.url for server in fleet), trained)
+    assert "unreachable" in said
+    assert [served(server) for server in fleet] == ["both again"] * 2
+    assert [completions(server.url) for server in fleet] == [reference(trained)] * 2
+
+
+@pytest.mark.server
+@pytest.mark.slow
+def test_two_ranks_of_fsdp2_bring_what_they_have_trained(checkpoint, fleet, tmp_path: Path) -> None:
+    trained = tmp_path / "trained"
+    assert "2 ranks sent" in torchrun(2, "fsdp2.py", checkpoint("qwen3", 1), fleet[0].url, trained)
+    assert completions(fleet[0].url) == reference(trained)
+
+
+def served(server: Server) -> str:
+    """The version of its weights."""
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    answer = httpx.get(f"{server.url}/nixl/v1/status", headers=headers, timeout=30)
+    return str(answer.json()["weight_version"])
 
 
 def torchrun(ranks: int, example: str, *arguments: str | Path) -> str:

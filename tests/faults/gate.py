@@ -87,7 +87,11 @@ class Gate:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"nobody came to {place} within {timeout_s:g} s")
             time.sleep(STEP_S)
-        return int(reached.read_text())
+        return int(reached.read_text().split()[0])
+
+    def is_in_a_write(self, place: str) -> bool:
+        """Whether who holds there does so between two halves of one WRITE (half_write.c)."""
+        return (self.folder / f"{place}.reached").read_text().endswith(" half")
 
     def jump(self, seconds: float) -> None:
         """The clocks of all processes jump, until `clear`."""

@@ -37,7 +37,7 @@ ssize_t process_vm_writev(pid_t pid, const struct iovec *here, unsigned long n_h
     char text[32], partial[4104];
     snprintf(partial, sizeof partial, "%s.part", reached_path);
     int file = open(partial, O_CREAT | O_WRONLY, 0644);
-    int length = snprintf(text, sizeof text, "%d", (int)getpid());
+    int length = snprintf(text, sizeof text, "%d half", (int)getpid());
     if (write(file, text, length) == length && close(file) == 0)
         rename(partial, reached_path);
     for (int i = 0; access(go_path, F_OK) != 0 && i < 12000; i++)

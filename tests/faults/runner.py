@@ -257,7 +257,7 @@ def _aftermath(
         fleet.victim.kill()
         fleet.victim.start()
     next_begin = time.monotonic()
-    found, blocked = _next(world, fleet, third, patient=not wanted.blocked), False
+    found, blocked = next_push(world, fleet, third, patient=not wanted.blocked), False
     if stands:
         blocked = found == "lease_held"
         _go_on(pids)
@@ -265,7 +265,7 @@ def _aftermath(
         for rank in ranks:
             rank.outcome(END_S)
         if blocked or not cell.begun:  # one that had not begun has pushed now
-            found = _next(world, fleet, third, patient=True)
+            found = next_push(world, fleet, third, patient=True)
     next_s = time.monotonic() - next_begin
     equal &= all(seen(each) == world.fresh(third, each.options) for each in fleet.servers)
     said = "" if push in ("ok", "killed") else ranks[0].said["message"]
@@ -277,7 +277,7 @@ def _go_on(pids: list[int]) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
-def _next(world: World, fleet: Fleet, seed: int, *, patient: bool) -> str:
+def next_push(world: World, fleet: Fleet, seed: int, *, patient: bool) -> str:
     """Another trainer's push; patient: again as long as somebody else's lease is in the way."""
     deadline = time.monotonic() + NEXT_S
     while True:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 
 import pytest
 
-from faults.cells import Cell
-from faults.runner import LIMITS, Fleet, World, ask, seen, status_of
+from faults.cells import NEW, OLD, Cell
+from faults.runner import LIMITS, Fleet, World, ask, next_push, seen, settled, status_of
 from faults.trainer import stop
 from harness import TOKEN
 from trainer_client import PushFailed, WeightClient
@@ -90,6 +91,7 @@ def test_a_torn_in_place_engine_refuses_to_resume_and_takes_a_full_push_only(wor
         fleet.urls, world.checkpoints[new], gate=fleet.gate.folder, version="torn", mode="in_place", **LIMITS
     )
     fleet.gate.wait(place, 60)
+    assert fleet.gate.is_in_a_write(place)
     stop(trainer.pid)
     fleet.gate.release(place)
     assert ask(fleet.victim, "/resume", "POST", 409)["error"]["code"] == "lease_held"
@@ -108,4 +110,33 @@ def test_a_torn_in_place_engine_refuses_to_resume_and_takes_a_full_push_only(wor
         assert client.push_weights(world.weights(third)).ok
     fleet.seed = third
     assert ask(fleet.victim, "/ready")["ready"]
+    assert seen(fleet.victim) == world.fresh(third, fleet.victim.options)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("stage", ["begin", "commit"])
+def test_a_server_that_stays_stopped_ends_the_push_by_its_deadline(world: World, fleet: Fleet, stage: str) -> None:
+    old = fleet.seed
+    new, third = (seed for seed in (1, 2, 3) if seed != old)
+    before, version = world.version(old), world.version(new)
+    assert fleet.push(old, before) == "ok"
+    place = f"trainer.0.before.{stage}@{fleet.victim.port}"
+    fleet.gate.set(place)
+    [trainer] = world.trainers.push(
+        fleet.urls, world.checkpoints[new], gate=fleet.gate.folder, version=version, mode="shadow", timeout_s=10.0,
+        lease_s=2.0,
+    )  # fmt: skip
+    fleet.gate.wait(place, 60)
+    pids = fleet.victim.processes()
+    for pid in pids:
+        stop(pid)
+    fleet.gate.release(place)
+    try:
+        assert trainer.outcome(90) == "deadline"
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+    # What it had asked for may be done now, or not: either way the server has whole weights and takes others.
+    assert settled(fleet.victim, {before: OLD, version: NEW}, OLD) in (OLD, NEW)
+    assert next_push(world, fleet, third, patient=True) == "ok"
     assert seen(fleet.victim) == world.fresh(third, fleet.victim.options)

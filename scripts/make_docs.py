@@ -26,7 +26,11 @@ CONFIGURATION = """# Configuration
 
 All settings are environment variables. A name that does not exist, a value that is not understood, and settings that
 contradict each other end the start of a server, and are `invalid_request` in a trainer; the message names the variable
-and the closest valid name. An empty variable counts as not set.
+and the closest valid name. An empty variable counts as not set. What is set here, and whether it is valid:
+
+```bash
+vllm-nixl doctor --no-measure
+```
 """
 METRICS = """# Metrics
 

@@ -154,7 +154,7 @@ def test_a_trainer_goes_before_a_catch_up(peer, joining, checkpoint):
     joined, hold = joining
     push(peer, checkpoint(MODEL, seed=1), "30")
     with held(hold, joined, peer.url):
-        time.sleep(1.2)  # the lease of a catch-up
+        time.sleep(0.3)  # the lease of a catch-up
         push(joined, checkpoint(MODEL, seed=2), "31")
         assert ready(joined)["weight_version"] == "31"
         assert completions(joined.url) == reference(checkpoint(MODEL, seed=2), options=joined.options)

@@ -14,7 +14,8 @@ from fake_server import TOKEN as FAKE_TOKEN
 from fake_server import Servers, model
 from harness import TOKEN, Server, completions
 from harness.checkpoints import read_weights
-from trainer_client import PushFailed, WeightClient
+from ranks import Trainer
+from trainer_client import LocalShard, PushFailed, WeightClient
 from vllm_nixl_plugin import checksums as module
 from vllm_nixl_plugin import errors
 from vllm_nixl_plugin.checksums import checksums, written
@@ -131,6 +132,25 @@ def test_bytes_that_were_lost_on_the_way_are_found(client, servers) -> None:
     servers.network.inject("copy", agent=servers.agents[0].name)
     with pytest.raises(PushFailed, match="corrupted"):
         client.push_weights(model(1), verify=True)
+
+
+def test_the_sums_of_all_ranks_are_those_of_the_whole(servers) -> None:
+    trainer = Trainer(servers, 3)
+    try:
+        parts: list[dict] = [{}, {}, {}]
+        for name, weight in model(1).items():
+            at = 0
+            for part, chunk in zip(parts, weight.tensor_split(3), strict=True):
+                part[name] = LocalShard(chunk.clone(), tuple(weight.shape), (at, *([0] * (weight.dim() - 1))))
+                at += chunk.shape[0]
+        assert all(report.ok for report in trainer.push(parts, verify=True))
+        for server in servers.all:
+            server.expect(model(1))
+        servers.network.inject("copy", agent=servers.agents[1].name)
+        parts[1]["q"].tensor[:] = 0  # what is lost on the way is not what is there already
+        assert all("corrupted" in str(error) for error in trainer.push(parts, verify=True))
+    finally:
+        trainer.close()
 
 
 def test_streamed_pushes_cannot_be_verified(client) -> None:

@@ -7,7 +7,7 @@ ranks up (`added`), and the server compares them with what has arrived. Sums of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from trainer_client.batching import Runs
@@ -26,11 +26,11 @@ class Tally:
     def __init__(self) -> None:
         self._found: dict[tuple[int, int], list[Tensor]] = {}
 
-    def add(self, worker: int, memory: Sequence[Tensor], runs: Runs) -> None:
-        """Count these runs to a worker; queued on the current stream. ``memory``: bytes (uint8) by ``runs.src``."""
+    def add(self, worker: int, memory: Callable[[int], Tensor], runs: Runs) -> None:
+        """Count these runs to a worker; queued on the current stream. ``memory``: bytes (uint8) of a ``runs.src``."""
         columns = (runs.src, runs.src_offset, runs.dst, runs.dst_offset, runs.nbytes)
         for src, at, dst, offset, nbytes in zip(*(column.tolist() for column in columns), strict=True):
-            self._found.setdefault((worker, dst), []).append(checksum(memory[src][at : at + nbytes], offset))
+            self._found.setdefault((worker, dst), []).append(checksum(memory(src)[at : at + nbytes], offset))
 
     def sums(self) -> dict[str, list[list[int]]]:
         """What has been counted; waits for it."""

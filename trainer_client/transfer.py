@@ -32,6 +32,7 @@ from trainer_client.packing import PreparedBatch
 from trainer_client.registration import BUFFERS, Place, SendBuffers, SourceMemory
 from trainer_client.report import Span
 from trainer_client.routing import Route
+from trainer_client.sources import as_bytes
 from trainer_client.sums import Sums, Tally
 from vllm_nixl_plugin.encoding import encode_landed
 from vllm_nixl_plugin.errors import DeadlineExceeded, FabricError, InvalidRequest
@@ -93,6 +94,10 @@ class _Packed:
     buffer: torch.Tensor
     runs: Runs
     group: int | None = None
+
+    def source(self, index: int) -> torch.Tensor:
+        """What the writes read: the buffer, which is their only source."""
+        return self.buffer
 
     @property
     def nbytes(self) -> int:
@@ -176,7 +181,7 @@ class Transfer:
                     busy[packed.slot] = packed.writes
                     if tally is not None:
                         with apart(self._devices):
-                            tally.add(packed.lane.binding.worker, [packed.buffer], packed.runs)
+                            tally.add(packed.lane.binding.worker, packed.source, packed.runs)
                             synchronize(packed.slot[0])
             watch.wait(self._posted)
         sent.wire_s = max(time.monotonic() - begin - sent.pack_s, 0.0)
@@ -187,8 +192,13 @@ class Transfer:
 
     def _count_direct(self, tally: Tally) -> None:
         """Checksums of what is written straight from parameter memory, which is read meanwhile."""
-        memory = self._memory.sources.memory
-        with apart(sorted({storage.device for storage in self._memory.sources.storages})):
+        sources = self._memory.sources
+
+        @cache
+        def memory(index: int) -> torch.Tensor:
+            return as_bytes(sources.owners[index], sources.storages[index].device)
+
+        with apart(sorted({storage.device for storage in sources.storages})):
             for lane in self._lanes:
                 tally.add(lane.binding.worker, memory, lane.route.direct)
 

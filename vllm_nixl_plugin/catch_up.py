@@ -44,7 +44,7 @@ SAME = (
     "vllm", "dtype", "quantization", "tp_rank", "tp_size", "pp_rank", "pp_size", "ep_rank", "ep_size", "vocab_size",
 )  # fmt: skip
 """What two workers have to say alike before one reads from the other. Their plans have to be equal, too."""
-LEASE_S = 1.0
+LEASE_S = 0.2
 HOLDER = "a catch-up from "
 """Before the URL of the peer, the holder of the lease: another process of this server does not take it over …"""
 ABANDONED_S = 120.0

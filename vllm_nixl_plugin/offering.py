@@ -91,7 +91,9 @@ class Fetch:
 
     def _run(self) -> None:
         try:
-            s = self._settings
+            s, devices = self._settings, {home.device for home in self._homes if home.device.type == "cuda"}
+            for device in devices:
+                torch.cuda.set_device(device)  # of this thread
             with NixlAgent(
                 self._name, backend=s.backend, backend_params=s.backend_params, num_threads=s.num_threads,
                 interfaces=s.interfaces,

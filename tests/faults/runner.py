@@ -31,7 +31,8 @@ from vllm_nixl_plugin.errors import PushWeightsError
 
 LEASE_S = 2.0
 RANK_TIMEOUT_S = 4.0
-REACH_S = 60.0
+START_S = 500.0
+REACH_S = 120.0
 END_S = 60.0
 """By when the push has ended for its trainer, once the fault has struck."""
 SETTLE_S = 30.0
@@ -87,7 +88,10 @@ class Fleet:
     def __init__(self, world: World, count: int, options: EngineOptions) -> None:
         self.world = world
         self.gates = [Gate(world.folder / f"gate-{options.tensor_parallel}-{count}-{i}") for i in range(count)]
-        self.servers = [Server(world.checkpoints[SEEDS[0]], options, env=hooked(gate.folder)) for gate in self.gates]
+        self.servers = [
+            Server(world.checkpoints[SEEDS[0]], options, env=hooked(gate.folder), start_timeout_s=START_S)
+            for gate in self.gates
+        ]
         self.seed = SEEDS[0]
         for server in self.servers:
             server.start()
@@ -163,7 +167,7 @@ class World:
         """What `seen` gives of a server that was started on the checkpoint of this seed."""
         key = (seed, options.tensor_parallel)
         if key not in self._fresh:
-            with Server(self.checkpoints[seed], options) as server:
+            with Server(self.checkpoints[seed], options, start_timeout_s=START_S) as server:
                 self._fresh[key] = seen(server)
         return self._fresh[key]
 

@@ -75,9 +75,8 @@ def _ucx(*, has_gpu: bool) -> Iterator[Finding]:
             yield Finding("environment", "UCX_TLS", f"{given}: no shared memory", Level.WARNING, "leave UCX_TLS unset")
         if has_gpu and not names & CUDA:
             yield Finding(
-                "environment", "UCX_TLS", f"{given}: no cuda_ipc, so bytes between GPUs go through the host",
-                Level.WARNING,
-                "leave UCX_TLS unset, or add cuda",
+                "environment", "UCX_TLS", f"{given}: no cuda, which NIXL needs where there are GPUs", Level.BAD,
+                "leave UCX_TLS unset, or add cuda (NIXL_ERR_BACKEND otherwise)",
             )  # fmt: skip
     elif given:
         hidden = sorted({name.lstrip("^") for name in names} & (SHARED | CUDA))

@@ -40,7 +40,7 @@ class Memory:
 
             self._torch = torch
             self.buffer = torch.full((nbytes,), value, dtype=torch.uint8, device=f"cuda:{where}")
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self.buffer.device)
             self.region = Region(self.buffer.data_ptr(), nbytes, "VRAM", int(where))
 
     def descriptors(self, address: int | None = None) -> Descriptors:
@@ -62,7 +62,7 @@ class Memory:
                 np.copyto(other, self.buffer)
             else:
                 other.copy_(self.buffer)
-                self._torch.cuda.synchronize()
+                self._torch.cuda.synchronize(self.buffer.device)
             best = min(best, time.perf_counter() - start)
         return best
 

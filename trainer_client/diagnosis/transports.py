@@ -24,9 +24,10 @@ from vllm_nixl_plugin.errors import FabricError
 NBYTES = 256 << 20
 TIMEOUT_S = 120.0
 TAKEN = re.compile(
-    r"(?:intra|inter)-node.*?remote memory write by ucp_put.*?\|[ \d]*\.\.inf \|[^|]*\| ([^|]*?) +\|", re.DOTALL
+    r"(?:intra|inter)-node[^\n]*\n[^\n]*remote memory write by ucp_put[^\n]*\n"
+    r"(?:[^\n]*\n)*?[^\n]*\.\.inf +\|[^|\n]*\| ([^|\n]*?) +\|"
 )
-"""In what UCX prints: the transport of large writes to another process, such as ``cma/memory``."""
+"""In what UCX prints: the transport of large writes to another process, such as ``cma/memory``. The last one counts."""
 SECTION = "transports"
 REMEDY = "run it with UCX_LOG_LEVEL=info, and leave UCX_TLS unset"
 
@@ -38,11 +39,15 @@ def transports(n_gpus: int, nbytes: int = NBYTES, interfaces: Sequence[str] | No
     except FabricError as error:
         yield Finding(SECTION, "NIXL plug-ins", error.message, Level.BAD, "pip install nixl")
         return
-    yield measured("host memory", "host", nbytes, {}, interfaces)
+    yield measured("host memory", ("host", "host"), nbytes, {}, interfaces)
     if "UCX_TLS" not in os.environ:
-        yield measured("host memory, TCP alone", "host", nbytes, {"UCX_TLS": "tcp,self"}, interfaces)
+        alone = "tcp,self,cuda_copy" if n_gpus else "tcp,self"  # NIXL wants to know CUDA memory where there is some
+        yield measured("host memory, TCP alone", ("host", "host"), nbytes, {"UCX_TLS": alone}, interfaces)
     for index in range(n_gpus):
-        yield measured(f"GPU {index}", str(index), nbytes, {}, interfaces)
+        yield measured(f"GPU {index}", (str(index), str(index)), nbytes, {}, interfaces)
+    for index in range(n_gpus - 1):
+        places = (str(index), str(index + 1))
+        yield measured(f"GPU {index} to GPU {index + 1}", places, nbytes, {}, interfaces)
 
 
 def plugins() -> list[str]:
@@ -53,11 +58,18 @@ def plugins() -> list[str]:
 
 
 def measured(
-    what: str, memory: str, nbytes: int, variables: Mapping[str, str], interfaces: Sequence[str] | None = None
+    what: str,
+    places: tuple[str, str],
+    nbytes: int,
+    variables: Mapping[str, str],
+    interfaces: Sequence[str] | None = None,
 ) -> Finding:
-    """A write of ``nbytes`` between two processes with these variables; not working by itself alone is bad."""
+    """A write of ``nbytes`` from a place to another (``host``, or a GPU's number), two processes, with these variables.
+
+    One that does not work is bad, but not where a single transport was asked for.
+    """
     try:
-        seconds, copy_s, taken = _write(memory, nbytes, variables, interfaces)
+        seconds, copy_s, taken = _write(places, nbytes, variables, interfaces)
     except ProbeFailed as error:
         level, remedy = (Level.NOTE, "") if variables else (Level.BAD, REMEDY)
         return Finding(SECTION, what, f"does not work: {error}", level, remedy)
@@ -73,7 +85,7 @@ class ProbeFailed(Exception):
 
 
 def _write(
-    memory: str, nbytes: int, variables: Mapping[str, str], interfaces: Sequence[str] | None
+    places: tuple[str, str], nbytes: int, variables: Mapping[str, str], interfaces: Sequence[str] | None
 ) -> tuple[float, float, str]:
     """Seconds of the best write and of the best copy, and the transport. Errors: ProbeFailed."""
     given = {"PROBE_INTERFACES": ",".join(interfaces or ()), "UCX_PROTO_INFO": "y"}
@@ -82,7 +94,7 @@ def _write(
         subprocess.Popen(
             [sys.executable, "-m", "trainer_client.diagnosis.probe", role, memory, str(nbytes)], env=environment,
             text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        ) for role in ("target", "source")
+        ) for role, memory in (("target", places[1]), ("source", places[0]))
     ]  # fmt: skip
     timer = threading.Timer(TIMEOUT_S, _end, [sides])
     timer.start()
@@ -94,7 +106,7 @@ def _write(
         if not json.loads(looked.removeprefix(MARK))["equal"]:
             raise ProbeFailed("the write ended, and the bytes are not there")
         seconds = json.loads(result.removeprefix(MARK))
-        return seconds["seconds"], seconds["copy_s"], next(iter(TAKEN.findall(around)), "")
+        return seconds["seconds"], seconds["copy_s"], next(reversed(TAKEN.findall(around)), "")
     finally:
         timer.cancel()
         _end(sides)

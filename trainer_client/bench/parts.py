@@ -43,7 +43,7 @@ class Settings:
     nbytes: int | None = None
     device: str = "cpu"
     tensor_parallel: int = 1
-    repeat: int = 4
+    repeat: int = 3
     many: str = "experts"
     planning: int | None = None
     folder: Path | None = None

@@ -51,6 +51,7 @@ class Results:
     stages: dict[str, dict[str, float]] = field(default_factory=dict)
     extra_nbytes: dict[str, int] = field(default_factory=dict)
     overhead: dict[str, float] = field(default_factory=dict)
+    window: dict[str, float] = field(default_factory=dict)
     growth: list[dict[str, Any]] = field(default_factory=list)
     not_measured: dict[str, str] = field(default_factory=dict)
 

@@ -24,6 +24,9 @@ GUARD = "vllm_nixl_plugin.guard.Guard"
 NAME = "model"
 """What servers call the model."""
 CONTEXT = 1024
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 33), "MALLOC_TRIM_THRESHOLD_": str(1 << 36)}
+"""For servers on a CPU: glibc keeps freed memory. Otherwise each update, in any of the ways, has the kernel zero new
+pages for all packed weights, which takes as long as packing them (docs/tuning.md)."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,8 @@ def serving(
     given += ["--kv-cache-memory-bytes", str(256 << 20), "--no-enable-prefix-caching", "--middleware", GUARD]
     given += ["--tensor-parallel-size", str(tensor_parallel), *_of_device(device), *arguments]
     environment = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    if device == "cpu":
+        environment |= {name: os.environ.get(name, value) for name, value in ALLOCATOR.items()}
     if device == "cpu" and tensor_parallel > 1:
         cores = os.cpu_count() or 1
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(rank % cores) for rank in range(tensor_parallel))

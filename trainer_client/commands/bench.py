@@ -33,7 +33,7 @@ def bench(
     ] = "dense",
     device: Annotated[str, typer.Option(help="Of trainer and server: cpu, cuda:0; default: what torch finds.")] = "",
     tensor_parallel: Annotated[int, typer.Option(help="Workers of the server.")] = 1,
-    repeat: Annotated[int, typer.Option(help="How often each is measured; medians are told.")] = 4,
+    repeat: Annotated[int, typer.Option(help="How often each is measured; medians are told.")] = 3,
     plot: Annotated[
         Path | None, typer.Option(help="Measure growth, and draw it into this folder (needs the extra bench).")
     ] = None,

@@ -551,3 +551,14 @@ def test_a_region_is_the_whole_storage_of_a_tensor() -> None:
 def test_an_agent_needs_a_name() -> None:
     with pytest.raises(FabricError, match="needs a name"):
         MemoryFabric("", MemoryNetwork())
+
+
+def test_what_ucx_logs_goes_to_standard_error_because_results_go_to_standard_output() -> None:
+    program = "from vllm_nixl_plugin.agent import NixlAgent\nwith NixlAgent('a'):\n    print('result')"
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("UCX_")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment | {"UCX_LOG_LEVEL": "info"}, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    assert done.stdout == "result\n"
+    assert "UCX" in done.stderr

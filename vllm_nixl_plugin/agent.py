@@ -222,19 +222,22 @@ _environment = threading.Lock()
 
 @contextmanager
 def _net_devices(interfaces: Sequence[str]) -> Iterator[None]:
-    """UCX_NET_DEVICES for the duration; UCX reads it once, when a backend is created."""
+    """UCX_NET_DEVICES for the duration; UCX reads it once, when a backend is created. So it does UCX_LOG_FILE: it would
+    write on standard output otherwise, where results are."""
     ports = [f"{port.parts[-3]}:{port.name}" for port in Path("/sys/class/infiniband").glob("*/ports/*")]
     present = [name for _, name in socket.if_nameindex()] + ports
     for wanted in interfaces:
         if wanted != "all" and not any(fnmatchcase(name, wanted) for name in present):
             raise FabricError(f"no network device {wanted!r} here, only {', '.join(present)}", interface=wanted)
     with _environment:
-        before = os.environ.get("UCX_NET_DEVICES")
-        os.environ["UCX_NET_DEVICES"] = ",".join(interfaces)
+        given = {"UCX_NET_DEVICES": ",".join(interfaces), "UCX_LOG_FILE": os.environ.get("UCX_LOG_FILE", "stderr")}
+        before = {name: os.environ.get(name) for name in given}
+        os.environ.update(given)
         try:
             yield
         finally:
-            if before is None:
-                del os.environ["UCX_NET_DEVICES"]
-            else:
-                os.environ["UCX_NET_DEVICES"] = before
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import sys
 import xml.etree.ElementTree as ET
 from collections import defaultdict
 from html.parser import HTMLParser
@@ -137,6 +138,37 @@ def test_many_fillings_are_laid_together_and_keep_their_bytes(count: int) -> Non
     assert len(fewer) <= MAX_SPANS
     assert sum(span.nbytes for span in fewer) == 10 * count
     assert (fewer[0].start, fewer[-1].start + fewer[-1].seconds) == (0.0, count - 0.5)
+
+
+@pytest.mark.parametrize("name", ["push.html", "push.json"])
+def test_the_command_draws_a_report_that_was_kept(report: PushReport, tmp_path: Path, monkeypatch, name: str) -> None:
+    kept, out = tmp_path / "report.json", tmp_path / name
+    kept.write_text(json.dumps(report.to_dict()))
+    assert command(monkeypatch, "timeline", kept, out) == 0
+    assert out.read_text() == (report.to_html() if name.endswith("html") else json.dumps(trace(report)))
+
+
+@pytest.mark.parametrize(("text", "name", "said"), [
+    ("{}", "push.html", "is no report of a push"),
+    ("[1", "push.html", "is no report of a push"),
+    ("{}", "push.png", ".html or .json"),
+])  # fmt: skip
+def test_the_command_says_what_it_cannot_draw(
+    tmp_path: Path, monkeypatch, capsys, text: str, name: str, said: str
+) -> None:
+    (tmp_path / "report.json").write_text(text)
+    assert command(monkeypatch, "timeline", tmp_path / "report.json", tmp_path / name) == 1
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / name).exists()
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
+    from trainer_client.cli import main
+
+    monkeypatch.setattr(sys, "argv", ["vllm-nixl", *map(str, arguments)])
+    with pytest.raises(SystemExit) as end:
+        main()
+    return int(end.value.code or 0)
 
 
 def test_every_stage_has_a_colour() -> None:

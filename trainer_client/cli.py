@@ -12,7 +12,18 @@ import sys
 
 import typer
 
-from trainer_client.commands import bench, catch_up, doctor, fingerprint, generation, plan, push, status, verify
+from trainer_client.commands import (
+    bench,
+    catch_up,
+    doctor,
+    fingerprint,
+    generation,
+    plan,
+    push,
+    status,
+    timeline,
+    verify,
+)
 from vllm_nixl_plugin.errors import PushWeightsError
 
 app = typer.Typer(
@@ -29,6 +40,7 @@ app.command()(generation.pause)
 app.command()(generation.resume)
 app.command()(fingerprint.fingerprint)
 app.command()(doctor.doctor)
+app.command()(timeline.timeline)
 app.command(context_settings={"allow_extra_args": True})(verify.verify)
 
 

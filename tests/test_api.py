@@ -21,7 +21,7 @@ import pytest
 from fastapi import FastAPI
 
 from fake_plane import MANIFEST, NBYTES, PARTIAL, FakeClient, FakeEngines
-from vllm_nixl_plugin import access, api, channel, errors, lease, plugin, settings
+from vllm_nixl_plugin import access, api, channel, errors, lease, peer_routes, plugin, settings
 from vllm_nixl_plugin.encoding import decode_plans
 from vllm_nixl_plugin.engine import Engine
 from vllm_nixl_plugin.publish import Blobs
@@ -39,7 +39,12 @@ from vllm_nixl_plugin.wire import (
 )
 
 TOKEN = "secret-of-the-test"
-ROUTES = [(m, r.path) for r in api.router.routes for m in sorted(r.methods)]  # type: ignore[attr-defined]
+ROUTES = [
+    (m, r.path)
+    for router in (api.router, peer_routes.router)
+    for r in router.routes
+    for m in sorted(r.methods)  # type: ignore[attr-defined]
+]
 
 
 @pytest.fixture(autouse=True)
@@ -179,17 +184,21 @@ def test_the_list_of_routes_is_that_of_the_protocol() -> None:
         ("DELETE", "/updates/{update_id}"),
         ("GET", "/checkpoint"),
         ("GET", "/fingerprint"),
+        ("GET", "/history"),
         ("GET", "/metadata"),
+        ("GET", "/offer"),
         ("GET", "/plan"),
         ("GET", "/ready"),
         ("GET", "/status"),
         ("GET", "/updates/{update_id}"),
+        ("POST", "/catch-up"),
         ("POST", "/pause"),
         ("POST", "/plan"),
         ("POST", "/resume"),
         ("POST", "/updates"),
         ("POST", "/updates/{update_id}/commit"),
         ("POST", "/updates/{update_id}/renew"),
+        ("POST", "/updates/{update_id}/verify"),
     ]
 
 
@@ -1133,7 +1142,6 @@ def test_the_engine_is_asked_when_the_channel_is_gone(engines: FakeEngines, tmp_
         ("POST", "/plan", b"nonsense"),
         ("POST", "/updates", b'{"plans": ["x"], "version": "v", "surprise": "secret-value"}'),
         ("POST", "/updates", b'{"plans": [], "version": "v"}'),
-        ("POST", "/updates", b'{"plans": ["x"], "version": "v"}'),
         ("GET", "/updates/not-an-id", b""),
         ("POST", "/updates/" + "0" * 32 + "/commit", b'{"pause": "secret-value"}'),
         ("POST", "/pause?mode=secret-value", b""),
@@ -1149,6 +1157,15 @@ def test_what_is_not_understood_is_400_in_the_common_shape_without_internals(
         assert got.json()["error"]["code"] == "invalid_request"
         assert "secret-value" not in got.text
         assert "pydantic" not in got.text
+
+    alone(test, engines)
+
+
+def test_plans_for_another_number_of_workers_are_made_again(engines: FakeEngines) -> None:
+    async def test(server: Server) -> None:
+        got = await server.http.post("/updates", json={"plans": ["x"], "version": "v"})
+        assert (got.status_code, got.json()["error"]["code"]) == (409, "unknown_plan")
+        assert server.updates.engine.workers[1:]
 
     alone(test, engines)
 

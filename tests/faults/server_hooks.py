@@ -4,13 +4,16 @@
     worker.N.installing                              half of the tensors of its model have their new values
     api.before.ACTION, api.after.ACTION              the same as the API process asks for it; also pause and resume
 
-With FAULTS_DISK_FULL, folders for temporary files cannot be made.
+With FAULTS_DISK_FULL, folders for temporary files cannot be made. Processes that the harness forks leave the server's
+port alone, as those that vLLM spawns do: it is closed when the API server dies.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import socket
+import stat
 import tempfile
 import threading
 from typing import Any, NoReturn
@@ -48,8 +51,22 @@ def install() -> None:
     for name in ("call_all", "pause", "resume"):
         setattr(Engine, name, _around(name, getattr(Engine, name)))
     shift_clock()
+    os.register_at_fork(after_in_child=_leave_ports)
     if os.environ.get("FAULTS_DISK_FULL"):
         tempfile.mkdtemp = _full  # type: ignore[assignment]
+
+
+def _leave_ports() -> None:
+    for fd in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208 - numbers are all that is needed
+        try:
+            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+                continue
+        except OSError:  # that of the listing itself
+            continue
+        with socket.socket(fileno=os.dup(fd)) as one:
+            listens = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if listens and one.family in (socket.AF_INET, socket.AF_INET6):
+                os.close(fd)
 
 
 def _full(*args: Any, **options: Any) -> NoReturn:

@@ -27,7 +27,7 @@ def environment(*, has_gpu: bool) -> Iterator[Finding]:
         if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", ""):
             yield Finding(
                 "environment", name, os.environ[name], Level.BAD if has_gpu else Level.WARNING,
-                "NIXL cannot register memory of expandable segments: unset it, or push tensors allocated without",
+                "NIXL cannot register memory of expandable segments, or writes it slowly, through the host: unset it",
             )  # fmt: skip
     if os.environ.get("VLLM_SERVER_DEV_MODE", "0") == "1":
         yield Finding(

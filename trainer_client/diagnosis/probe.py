@@ -43,10 +43,11 @@ class Memory:
             torch.cuda.synchronize(self.buffer.device)
             self.region = Region(self.buffer.data_ptr(), nbytes, "VRAM", int(where))
 
-    def descriptors(self, address: int | None = None) -> Descriptors:
-        """The whole, here or at another address."""
+    def descriptors(self, address: int | None = None, device_id: int | None = None) -> Descriptors:
+        """The whole, here or at another address and device of the same kind."""
         at = np.array([self.region.address if address is None else address], dtype=np.int64)
-        return Descriptors(at, np.array([self.nbytes], dtype=np.int64), self.region.memory, self.region.device_id)
+        device_id = self.region.device_id if device_id is None else device_id
+        return Descriptors(at, np.array([self.nbytes], dtype=np.int64), self.region.memory, device_id)
 
     def holds(self, value: int) -> bool:
         """Whether every byte is this one."""
@@ -81,13 +82,15 @@ def main() -> None:
     agent = NixlAgent(f"probe-{role}-{os.getpid()}", interfaces=interfaces)
     agent.register([memory.region])
     if role == "target":
-        say(metadata=base64.b64encode(agent.metadata()).decode(), address=memory.region.address)
+        region = memory.region
+        say(metadata=base64.b64encode(agent.metadata()).decode(), address=region.address, device_id=region.device_id)
         sys.stdin.readline()
         say(equal=memory.holds(VALUE))
     else:
         told = json.loads(sys.stdin.readline().removeprefix(MARK))
         remote = agent.connect(base64.b64decode(told["metadata"]))
-        write = agent.prepare_write(remote, memory.descriptors(), memory.descriptors(told["address"]))
+        there = memory.descriptors(told["address"], told["device_id"])
+        write = agent.prepare_write(remote, memory.descriptors(), there)
         best = float("inf")
         for number in range(ROUNDS):  # the first connects
             start = time.perf_counter()

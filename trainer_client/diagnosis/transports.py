@@ -12,8 +12,10 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from trainer_client.diagnosis.finding import Finding, Level
 from trainer_client.diagnosis.probe import MARK
@@ -29,6 +31,9 @@ TAKEN = re.compile(
 )
 """In what UCX prints: the transport of large writes to another process, such as ``cma/memory``. The last one counts."""
 SECTION = "transports"
+SLOW_GPU = 4e9
+"""Bytes per second that GPUs of one host reach directly, over PCIe at the least, and not by a way through the host."""
+DETOUR = "leave UCX_TLS and expandable segments alone; one container for both sides, or --ipc=host --pid=host"
 REMEDY = "run it with UCX_LOG_LEVEL=info, and leave UCX_TLS unset"
 
 
@@ -77,6 +82,8 @@ def measured(
     by = taken or "an unknown transport"
     compared = f"{rate / of:.2f} of a copy within one process ({format_nbytes(int(of))}/s)"
     told = f"{format_nbytes(int(rate))}/s by {by}, {compared}"
+    if "host" not in places and rate < SLOW_GPU:
+        return Finding(SECTION, what, f"{told}: through the host", Level.WARNING, DETOUR)
     return Finding(SECTION, what, told)
 
 
@@ -88,8 +95,16 @@ def _write(
     places: tuple[str, str], nbytes: int, variables: Mapping[str, str], interfaces: Sequence[str] | None
 ) -> tuple[float, float, str]:
     """Seconds of the best write and of the best copy, and the transport. Errors: ProbeFailed."""
-    given = {"PROBE_INTERFACES": ",".join(interfaces or ()), "UCX_PROTO_INFO": "y"}
-    environment = {**os.environ, **variables, **given}
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "ucx"
+        said = {"PROBE_INTERFACES": ",".join(interfaces or ()), "UCX_PROTO_INFO": "y", "UCX_LOG_FILE": f"{log}-%p"}
+        seconds, copy_s = _timed(places, nbytes, {**os.environ, **variables, **said})
+        printed = "\n".join(each.read_text("utf-8", "replace") for each in sorted(Path(folder).iterdir()))
+    return seconds, copy_s, next(reversed(TAKEN.findall(printed)), "")
+
+
+def _timed(places: tuple[str, str], nbytes: int, environment: Mapping[str, str]) -> tuple[float, float]:
+    """Start both sides and end them. Errors: ProbeFailed."""
     sides = [
         subprocess.Popen(
             [sys.executable, "-m", "trainer_client.diagnosis.probe", role, memory, str(nbytes)], env=environment,
@@ -100,13 +115,11 @@ def _write(
     timer.start()
     try:
         target, source = sides
-        place, _ = _line(target)
-        result, around = _line(source, place)
-        looked, _ = _line(target, "look\n")
-        if not json.loads(looked.removeprefix(MARK))["equal"]:
+        result = json.loads(_line(source, _line(target)).removeprefix(MARK))
+        if not json.loads(_line(target, "look\n").removeprefix(MARK))["equal"]:
             raise ProbeFailed("the write ended, and the bytes are not there")
-        seconds = json.loads(result.removeprefix(MARK))
-        return seconds["seconds"], seconds["copy_s"], next(reversed(TAKEN.findall(around)), "")
+        source.wait(TIMEOUT_S)  # what UCX prints is in a file when it ends
+        return result["seconds"], result["copy_s"]
     finally:
         timer.cancel()
         _end(sides)
@@ -119,8 +132,8 @@ def _end(sides: Sequence[subprocess.Popen[str]]) -> None:
         side.kill()
 
 
-def _line(side: subprocess.Popen[str], say: str = "") -> tuple[str, str]:
-    """Say something to a process and hear its line, and what UCX and NIXL wrote before it. Errors: ProbeFailed."""
+def _line(side: subprocess.Popen[str], say: str = "") -> str:
+    """Say something to a process and hear its line, past what others write. Errors: ProbeFailed."""
     assert side.stdin
     assert side.stdout
     assert side.stderr
@@ -130,7 +143,7 @@ def _line(side: subprocess.Popen[str], say: str = "") -> tuple[str, str]:
     heard: list[str] = []
     for line in side.stdout:
         if line.startswith(MARK):
-            return line, "\n".join(heard)
+            return line
         heard.append(line.strip())
     told = [each for each in (*heard, *side.stderr.read().splitlines()) if each.strip()]
     raise ProbeFailed(told[-1] if told else f"ended with {side.wait()} within {TIMEOUT_S:.0f} s")

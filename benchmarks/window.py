@@ -9,7 +9,8 @@ and has to be equal to a server that was started from those: fingerprints, token
 What is measured is the resident memory of the worker's process, the kernel's own high-water mark (VmHWM, reset before
 the first push) less what was resident then (VmRSS). All that the push takes counts: window, copies, results of vLLM's
 processing, connections. The plan was made before, and its self-check is off; freed memory goes back to the kernel at
-once (TCMALLOC_AGGRESSIVE_DECOMMIT), so that nothing hides in what an allocator keeps. `measure` gives the numbers.
+once (MALLOC_MMAP_THRESHOLD_; TCMALLOC_AGGRESSIVE_DECOMMIT where vLLM loads tcmalloc), so that nothing hides in what an
+allocator keeps, and no holes are counted. `measure` gives the numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-ALLOCATOR = {"TCMALLOC_AGGRESSIVE_DECOMMIT": "true"}
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(256 << 10), "TCMALLOC_AGGRESSIVE_DECOMMIT": "true"}
 MODEL = "window"
 
 

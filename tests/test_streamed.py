@@ -19,6 +19,8 @@ import torch
 
 from harness import TOKEN, EngineOptions, Server, completions, servers
 from harness.checkpoints import random_model, read_weights, write_checkpoint
+from harness.drafters import write_eagle3, write_target
+from test_draft import speculating
 from test_quantized_pushes import write_fp8
 from trainer_client import BlockFP8, PushFailed, WeightClient
 from trainer_client.control import Control
@@ -134,6 +136,24 @@ def test_other_models_and_layouts(checkpoint: Callable[..., Path], model: str, o
         WeightClient([server.url], token=TOKEN, progress=False) as client,
     ):
         client.push_weights(read_weights(b), mode="streamed")
+        assert readings(server) == readings(fresh)
+        assert completions(server.url) == completions(fresh.url)
+
+
+@pytest.mark.thorough
+def test_target_and_draft_model_go_through_one_window(tmp_path: Path):
+    def offered(seed: int) -> tuple[Path, Path, dict[str, torch.Tensor]]:
+        target = write_target(tmp_path / f"target-{seed}", seed)
+        draft = write_eagle3(tmp_path / f"draft-{seed}", seed + 50)
+        named = {f"draft:{name}": weight for name, weight in read_weights(draft).items()}
+        return target, draft, read_weights(target) | named
+
+    (target, draft, _), (new_target, new_draft, weights) = offered(1), offered(2)
+    with (
+        servers(speculating(target, "eagle3", draft), speculating(new_target, "eagle3", new_draft)) as (server, fresh),
+        WeightClient([server.url], token=TOKEN, progress=False) as client,
+    ):
+        client.push_weights(weights, mode="streamed")
         assert readings(server) == readings(fresh)
         assert completions(server.url) == completions(fresh.url)
 

@@ -19,10 +19,10 @@ import torch
 from vllm_nixl_plugin import replay
 from vllm_nixl_plugin.agent import NixlAgent
 from vllm_nixl_plugin.composition import Held, Key, Place
-from vllm_nixl_plugin.errors import InvalidRequest
+from vllm_nixl_plugin.errors import InsufficientMemory, InvalidRequest
 from vllm_nixl_plugin.fabric import Fabric
 from vllm_nixl_plugin.grouping import aligned, largest, lay_out, smallest
-from vllm_nixl_plugin.memory import Arena, Registrations, allocation_of
+from vllm_nixl_plugin.memory import Arena, Registrations, allocation_of, available_nbytes
 from vllm_nixl_plugin.planning import Fill
 from vllm_nixl_plugin.processes import is_gone
 from vllm_nixl_plugin.remainder import Remainder
@@ -144,6 +144,13 @@ class Binder:
         agent = self.open_agent()
         arena = self.arena = self.arena or Arena(self.device(), self.settings.shadow)
         arena.reserve([(_WINDOW, window.nbytes)])
+        if (free := available_nbytes(arena.device)) < window.working_nbytes:
+            self._drop_arena()
+            raise InsufficientMemory(
+                f"mode 'streamed' takes {window.working_nbytes} bytes beside its window to process a group, and {free} "
+                f"are free on {arena.device}: lower vLLM's memory share by the difference.",
+                needed_nbytes=window.working_nbytes, free_nbytes=free,
+            )  # fmt: skip
         self._places_in_window = {}
         for group, at in zip(groups, offsets, strict=True):
             for place in (places[i] for i in group.destinations if not places[i].live):

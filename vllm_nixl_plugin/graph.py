@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import operator
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -137,6 +138,37 @@ def tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for path, slot in owned(module):
         if isinstance(slot.value, torch.Tensor):
             yield path, slot.value
+
+
+class Look:
+    """What a module and its objects held when it was made, to tell quickly whether they hold something else now."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._seen: list[tuple[dict[Any, Any] | list[Any], list[Any]]] = []
+        self._add(module)
+        for _, slot in owned(module):
+            if not isinstance(slot.value, nn.Module):
+                self._add(slot.value)
+
+    def _add(self, holder: Any) -> None:
+        if isinstance(holder, nn.Module):
+            held: tuple[Any, ...] = (holder.__dict__, holder._parameters, holder._buffers)
+        elif isinstance(holder, dict | list):
+            held = (holder,)
+        else:
+            held = (vars(holder),) if is_plain_object(holder) else ()
+        self._seen += [(values, _values(values)) for values in held]
+
+    def changed(self) -> bool:
+        """Whether any of them has got, lost or exchanged a value."""
+        return any(
+            len(now := _values(held)) != len(before) or not all(map(operator.is_, now, before))
+            for held, before in self._seen
+        )
+
+
+def _values(held: dict[Any, Any] | list[Any]) -> list[Any]:
+    return list(held.values()) if isinstance(held, dict) else list(held)
 
 
 def reachable_tensors(module: nn.Module) -> Iterator[torch.Tensor]:

@@ -38,10 +38,11 @@ class Installer:
         self.binder = binder
         self.preparation: Preparation | None = None
         self.streaming: Streaming | None = None
+        self._left: list[Preparation | Streaming] = []
 
     @property
     def idle(self) -> bool:
-        """Whether the twins are as created."""
+        """Whether no update uses the twins."""
         return self.preparation is None and self.streaming is None
 
     def stream(self, held: Held, number: int, hand_back: Callable[[], None]) -> None:
@@ -115,27 +116,35 @@ class Installer:
             for model, change in work.changes:
                 for path, _, value in change.rebinds:
                     model.record.state[path] = state_of(value)
-            self.release()
+            self.preparation = None
+            self._left.append(work)
         self.binder.remainder.installed(held, mode)
-        return work.seconds | {"copy": copied - start, "release": time.perf_counter() - copied}
+        return work.seconds | {"copy": copied - start}
 
     def _end_streaming(self, held: Held) -> dict[str, float]:
         work = self.streaming
         if work is None or work.held is not held or not work.done:
             raise InstallFailed(f"worker {self.number} has not installed all groups of this update")
-        start = time.perf_counter()
-        self.release()
+        self.streaming = None
+        self._left.append(work)
         self.binder.remainder.installed(held, "streamed")
-        return work.seconds | {"release": time.perf_counter() - start}
+        return work.seconds
 
     def release(self) -> None:
         """Forget what was prepared; the twins go back to their state at creation."""
-        if self.streaming is not None:
-            groups, self.streaming = self.streaming, None
-            groups.release()
-        if self.preparation is not None:
-            work, self.preparation = self.preparation, None
-            work.release()
+        self._left += [work for work in (self.streaming, self.preparation) if work is not None]
+        self.streaming = self.preparation = None
+        self.tidy()
+
+    @property
+    def untidy(self) -> bool:
+        """Whether twins still hold what was installed."""
+        return bool(self._left)
+
+    def tidy(self) -> None:
+        """After an install the twins go back to their state at creation. Who is about to use them calls it first."""
+        while self._left:
+            self._left.pop().release()
 
     def _synchronize(self) -> None:
         device = self.binder.device()

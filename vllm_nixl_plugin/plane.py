@@ -92,6 +92,7 @@ class WorkerPlane:
     def make_plan(self, manifest: Manifest) -> WorkerPlan:
         """Errors: PlanRefused naming weights."""
         with self._lock:
+            self.installer.tidy()
             self._refuse_asleep()
             self._refuse_what_would_go_wrong()
             held = plan_models(manifest, self.target, self.drafters)
@@ -176,6 +177,8 @@ class WorkerPlane:
                 f"the {', '.join(sorted(torn))} model holds half of an update, and this push has no weights for it: "
                 "push all weights of target and draft model"
             )
+        if self.installer.untidy:
+            self._tidy()
         binding = self.binder.bind(held, mode, contacts)
         if mode != "shadow":
             self._torn |= held.labels
@@ -228,11 +231,18 @@ class WorkerPlane:
         if not self._holds_twins:
             self._lock.acquire()
             self._holds_twins = True
+            self.installer.tidy()
 
     def _leave_twins(self) -> None:
         if self._holds_twins and self.installer.idle:
             self._holds_twins = False
             self._lock.release()
+            if self.installer.untidy:  # not while generation stands still
+                threading.Thread(target=self._tidy, name="nixl-tidy", daemon=True).start()
+
+    def _tidy(self) -> None:
+        with self._lock:
+            self.installer.tidy()
 
     def install_group(self, plan: WorkerPlan, number: int, credit: bytes | None) -> None:
         """Mode ``streamed``: install a group of the plan, all of which is there; those before it are installed.
@@ -281,6 +291,7 @@ class WorkerPlane:
         found = list(self.target.record.checkpoint)
         for drafter in (m for m in self.drafters if m.prefix and m.can_plan):
             with self._lock:
+                self.installer.tidy()
                 used = {name for d in drafter.baseline() for name in d.weights}
             specs = (w for w in drafter.record.checkpoint if w.name in used)
             found += [w.model_copy(update={"name": drafter.prefix + w.name}) for w in specs]

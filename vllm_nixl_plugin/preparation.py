@@ -55,7 +55,7 @@ class Preparation:
         self._worker = worker
         self._binder = binder
         self._filled: list[LoadedModel] = []
-        self._compared: list[tuple[Pairing, dict[str, nn.Module]]] = []
+        self._looks: list[tuple[Pairing, str, nn.Module, graph.Look]] = []
         self._paths = [part.processed for part in held.parts]
         self._units = self._all()
         self._per_slice = self._slice()
@@ -72,9 +72,9 @@ class Preparation:
         return True
 
     def note_late(self) -> None:
-        """What forwards have derived from the weights that are about to go, up to now, is to be dropped."""
-        for pairing, modules in self._compared:
-            for path, module in modules.items():
+        """What forwards have derived from the weights that are about to go, since it was looked for, is dropped too."""
+        for pairing, path, module, look in self._looks:
+            if look.changed():
                 pairing.derived_late(path, module)
 
     def release(self) -> None:
@@ -107,7 +107,8 @@ class Preparation:
             yield from self._timed("process", self._process(part, paths))
         yield from self._timed("compare", self._compare(part, pairing, paths))
         if not captured:
-            self._compared.append((pairing, {path: served[path] for path in (written | paths) & set(served)}))
+            modules = {path: served[path] for path in sorted((written | paths) & set(served))}
+            yield from self._timed("compare", self._look(pairing, modules))
         if self.mode == "shadow":
             for place in part.places:
                 if place.live and not any(n.rpartition(".")[0] in paths for n in place.destination.names):
@@ -146,6 +147,13 @@ class Preparation:
             with engine_context(twin.config, config):
                 if next(steps, _END) is _END:
                     return
+            yield
+
+    def _look(self, pairing: Pairing, modules: dict[str, nn.Module]) -> Iterator[None]:
+        """What forwards have derived so far. Later ones may derive more: those modules are looked at once more."""
+        for path, module in modules.items():
+            self._looks.append((pairing, path, module, graph.Look(module)))
+            pairing.derived_late(path, module)
             yield
 
     def _compare(self, part: Part, pairing: Pairing, paths: set[str]) -> Iterator[None]:

@@ -203,6 +203,7 @@ def run(world: World, cell: Cell) -> Row:
         raise RuntimeError(f"the cell {cell.name} cannot begin: {fleet.said}")
     before = status_of(fleet.victim)["weight_version"]
     names = {before: OLD, version: NEW}
+    workers = [worker["pid"] for worker in ask(fleet.victim, "/metadata")["workers"]]
     place = cell.place(fleet.victim.port)
     fleet.gate.set(place)
     ranks = world.trainers.push(
@@ -212,7 +213,7 @@ def run(world: World, cell: Cell) -> Row:
     try:
         fleet.gate.wait(place, REACH_S, lambda: ranks[0].is_over and cell.stage != "after" and ranks[0].said)
         begin = time.monotonic()
-        pids = _victims(cell, fleet, ranks)
+        pids = _victims(cell, fleet, ranks, workers)
         _strike(cell, fleet, ranks, pids)
         return _aftermath(world, cell, wanted, fleet, ranks, pids, names, begin, (old, new, third))
     finally:
@@ -221,7 +222,7 @@ def run(world: World, cell: Cell) -> Row:
         fleet.gate.clear()
 
 
-def _victims(cell: Cell, fleet: Fleet, ranks: list[Rank]) -> list[int]:
+def _victims(cell: Cell, fleet: Fleet, ranks: list[Rank], workers: list[int]) -> list[int]:
     if cell.victim == "trainer":
         return [ranks[0].pid]
     if cell.victim == "rank":
@@ -229,7 +230,7 @@ def _victims(cell: Cell, fleet: Fleet, ranks: list[Rank]) -> list[int]:
     if cell.victim == "api":
         return [fleet.victim.pid]
     if cell.victim == "worker":
-        return [worker["pid"] for worker in ask(fleet.victim, "/metadata")["workers"]][1:]
+        return workers[1:]
     return fleet.victim.processes()
 
 

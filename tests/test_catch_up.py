@@ -186,6 +186,7 @@ def test_a_peer_whose_shadows_are_half_written_is_refused_until_it_gets_a_push(p
 
 
 @pytest.mark.server
+@pytest.mark.thorough
 def test_requests_go_on_at_the_peer_while_it_is_read(peer, joining):
     joined, hold = joining
     counted: list[int] = []
@@ -209,6 +210,7 @@ def test_requests_go_on_at_the_peer_while_it_is_read(peer, joining):
 
 
 @pytest.mark.server
+@pytest.mark.thorough
 def test_without_a_peer_that_answers_a_server_is_not_ready_until_it_is_pushed_to(joining, checkpoint):
     joined, _ = joining
     joined.kill()

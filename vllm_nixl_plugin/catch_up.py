@@ -189,8 +189,9 @@ class Reading:
         differences = await self._compare(offer)
         self._done("compare")
         self._timings["total"] = time.monotonic() - self._began
-        logger.info("caught up with %s: weights %s, %d bytes in %.1f s%s", self._peer.url, offer.weight_version, nbytes,
-                    self._timings["total"], f", {len(differences)} paths differ" if differences else "")  # fmt: skip
+        took = ", ".join(f"{step} {seconds:.2f}" for step, seconds in self._timings.items())
+        what = f"weights {offer.weight_version}, {nbytes} bytes"
+        logger.info("caught up with %s: %s; seconds: %s", self._peer.url, what, took)
         return CatchUpStatus(
             state="done", peer=self._request.peer, weight_version=offer.weight_version, nbytes=nbytes,
             timings=self._timings, differences=tuple(differences[:SHOWN]),

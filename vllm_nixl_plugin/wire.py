@@ -352,7 +352,7 @@ class Offer(Record):
 class CatchUpRequest(Record):
     """Bring this server to the weights of the server at ``peer``, a base URL."""
 
-    peer: Annotated[str, Field(min_length=1, max_length=2048)]
+    peer: Annotated[str, Field(pattern=r"^https?://", max_length=2048)]
     timeout_s: Seconds = 600.0
 
 

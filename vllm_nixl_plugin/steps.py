@@ -38,6 +38,8 @@ ARRIVAL_POLL_S = 0.0002
 """The trainer has seen its writes complete: what is still missing is on its way."""
 SLOWEST_POLL_S = 0.05
 RESUME_RETRY_S = 0.5
+SILENCE_S = 2.0
+"""How long a trainer has to be silent while we listen: who stood still himself has renewals yet to hear."""
 
 
 class Steps:
@@ -202,14 +204,16 @@ class Steps:
     async def _stream(self, deadline: float) -> None:
         """All groups are in place on all workers. Each is installed when it has landed on all: some processing talks to
         other ranks. Errors: Incomplete, when the trainer fell silent or time ran out."""
-        install = 0
+        install, silent_since = 0, None
         while True:
             got = [a["result"] for a in await self._call("stream", install=install)]
             waiting = [one for one in got if one["installed"] < one["groups"]]
             if not waiting:
                 return
-            late = time.monotonic() >= deadline
-            if late or got[0]["silent"]:
+            now = time.monotonic()
+            late = now >= deadline
+            silent_since = (silent_since or now) if got[0]["silent"] else None
+            if late or (silent_since is not None and now - silent_since >= SILENCE_S):
                 first, update_id = waiting[0], self._update_id
                 why = "in time" if late else "before its trainer fell silent (nobody renews its lease)"
                 raise errors.Incomplete(

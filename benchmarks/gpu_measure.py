@@ -6,6 +6,7 @@ All take the device of the trainer's tensors, "cuda:0" or "cpu", and work on bot
 from __future__ import annotations
 
 import base64
+import functools
 import os
 import socket
 import statistics
@@ -205,6 +206,7 @@ class Stream:
         return max((gap for at, gap in self.gaps if since <= at <= until), default=float("nan"))
 
 
+@functools.cache
 def stand_in_for_ray() -> str:
     """A folder with an empty module of ray's name, for machines without it: vLLM's ``ipc`` engine imports ray, and
     calls nothing of it when it is driven over HTTP. "" where ray is installed."""

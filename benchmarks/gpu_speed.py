@@ -126,13 +126,21 @@ def _free(args: argparse.Namespace) -> int:
     return int(torch.cuda.mem_get_info(args.server_gpu)[0]) if args.device == "cuda" else 0
 
 
+def _reserved(args: argparse.Namespace) -> int:
+    return int(torch.cuda.memory_reserved(args.trainer)) if args.device == "cuda" else 0
+
+
 def _pushes(args: argparse.Namespace, made: Server, weights: dict[str, torch.Tensor], report: Report) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    before = _free(args)
+    with measure.Stream(made.url):  # what the engine itself takes for its first requests
+        time.sleep(2)
+    before, own = _free(args), _reserved(args)
     with WeightClient([made.url], token=TOKEN, timeout_s=120) as client:
         for mode in ("in_place", "shadow"):
             found[mode] = measured(client, weights, made.url, mode, args.repeat, report)
             found[mode]["extra_bytes"] = before - _free(args)
+            more, ours = found[mode]["extra_bytes"] / 1e6, (_reserved(args) - own) / 1e6
+            report(f"{mode}: {more:.0f} MB more are used on the device, {ours:.0f} of them by the trainer's torch")
         found["homes"] = homes(made.url)
     if args.baseline:
         try:

@@ -14,6 +14,7 @@ import errno
 import os
 import socket
 import stat
+import sys
 import tempfile
 import threading
 from typing import Any, NoReturn
@@ -51,12 +52,13 @@ def install() -> None:
     for name in ("call_all", "pause", "resume"):
         setattr(Engine, name, _around(name, getattr(Engine, name)))
     shift_clock()
-    os.register_at_fork(after_in_child=_leave_ports)
+    os.register_at_fork(after_in_child=_leave_port)
     if os.environ.get("FAULTS_DISK_FULL"):
         tempfile.mkdtemp = _full  # type: ignore[assignment]
 
 
-def _leave_ports() -> None:
+def _leave_port() -> None:
+    port = int(sys.argv[sys.argv.index("--port") + 1])
     for fd in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208 - numbers are all that is needed
         try:
             if not stat.S_ISSOCK(os.fstat(fd).st_mode):
@@ -64,8 +66,7 @@ def _leave_ports() -> None:
         except OSError:  # that of the listing itself
             continue
         with socket.socket(fileno=os.dup(fd)) as one:
-            listens = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            if listens and one.family in (socket.AF_INET, socket.AF_INET6):
+            if one.family in (socket.AF_INET, socket.AF_INET6) and one.getsockname()[1] == port:
                 os.close(fd)
 
 

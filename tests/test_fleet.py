@@ -178,6 +178,13 @@ def test_a_requirement_that_cannot_be_met_is_refused(servers, require) -> None:
         client_of(servers, [server.url for server in servers.all[:2]], require=require)
 
 
+def test_a_push_waits_for_a_server_that_is_catching_up(client, servers) -> None:
+    held = errors.LeaseHeld("busy", holder="a catch-up from http://peer", expires_in_s=0.2, update_id="0" * 32)
+    servers.all[0].fail[("POST", "/updates")] = [held, held]
+    assert client.push_weights(model(seed=1), version="1").ok
+    servers.all[0].expect(model(seed=1))
+
+
 def test_another_trainer_goes_on_where_one_was_restarted(servers) -> None:
     for seed in range(2):  # with other addresses, another agent, another process
         with client_of(servers, [server.url for server in servers.all]) as client:

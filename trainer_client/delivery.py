@@ -46,6 +46,7 @@ from vllm_nixl_plugin.errors import (
     from_wire,
 )
 from vllm_nixl_plugin.wire import (
+    CATCH_UP,
     BeginRequest,
     Binding,
     CommitRequest,
@@ -59,6 +60,7 @@ from vllm_nixl_plugin.wire import (
 
 POLL_S = 5.0
 WATCH_S = 1.0
+RETRY_S = 0.2
 GRACE_S = 5.0
 """How much longer than its own limit a commit may take to say so."""
 
@@ -258,6 +260,10 @@ class _Push:
         try:
             opened = self._control.begin(request, options.lease_s)
         except LeaseHeld as held:
+            if str(held.details.get("holder")).startswith(CATCH_UP):  # it gives way, but for the time of its install
+                self._check()
+                time.sleep(min(RETRY_S, self._left()))
+                return self._begin(plans)
             if held.details.get("holder") != options.holder or "update_id" not in held.details:
                 raise
             left = str(held.details["update_id"])

@@ -24,6 +24,7 @@ from vllm_nixl_plugin.engine import Engine
 from vllm_nixl_plugin.peers import NothingNewer, Peer, survey
 from vllm_nixl_plugin.session import FIRST_VERSION
 from vllm_nixl_plugin.wire import (
+    CATCH_UP,
     BeginRequest,
     CatchUpRequest,
     CatchUpStatus,
@@ -45,10 +46,9 @@ SAME = (
 )  # fmt: skip
 """What two workers have to say alike before one reads from the other. Their plans have to be equal, too."""
 LEASE_S = 0.2
-HOLDER = "a catch-up from "
-"""Before the URL of the peer, the holder of the lease: another process of this server does not take it over …"""
 ABANDONED_S = 120.0
-"""… unless it is over for so long that its process must have died."""
+"""Another process of this server does not take a catch-up over, unless its lease is over for so long that it must have
+died."""
 ATTEMPTS = 5
 RETRY_S = 1.0
 SLOWEST_RETRY_S = 15.0
@@ -242,7 +242,7 @@ class Reading:
         modes: tuple[Mode, ...] = ("shadow", "in_place")
         for mode in modes:
             request = BeginRequest(
-                plans=plans, version=offer.weight_version, mode=mode, holder=f"{HOLDER}{self._peer.url}"[:256],
+                plans=plans, version=offer.weight_version, mode=mode, holder=f"{CATCH_UP}{self._peer.url}"[:256],
                 lease_s=LEASE_S if mode == "shadow" else self._request.timeout_s,
             )  # fmt: skip
             try:
@@ -307,7 +307,7 @@ def refuse_others(peer: str, ours: Sequence[dict[str, Any]], theirs: Sequence[Of
 
 
 def _is_ours(holder: str) -> bool:
-    return holder.startswith(HOLDER)
+    return holder.startswith(CATCH_UP)
 
 
 def _kind(server: dict[str, Any]) -> str:

@@ -27,6 +27,8 @@ MAX_BODY_BYTES = 1 << 30
 MAX_MANIFEST_BYTES = 256 << 20
 MAX_HEAD_BYTES = 512 << 20
 MAX_WORKERS = 100_000
+CATCH_UP = "a catch-up from "
+"""How the holder of an update begins by which a server reads the weights of another; trainers wait for its end."""
 MAX_GROUPS = 1_000_000
 MAX_CONTACT_BYTES = 64 << 10
 

@@ -17,6 +17,7 @@ from trainer_client.cli import main
 from trainer_client.commands import output, plan, status
 from trainer_client.commands.plan_page import plan_page
 from vllm_nixl_plugin.agent import NixlAgent
+from vllm_nixl_plugin.pages import asset
 
 
 @pytest.fixture
@@ -198,3 +199,13 @@ def test_the_page_of_a_plan_needs_nothing_else_and_no_name_can_leave_its_place()
     [data] = re.findall(r"const plan = (.*);</script>", page)
     assert [leaf["worker"] for leaf in json.loads(data)["leaves"]] == [0] * 5 + [1] * 5
     assert json.loads(data)["reasons"] == ["", "it </script> & <b>"]
+
+
+def test_the_script_of_the_page_parses_and_inserts_no_markup() -> None:
+    from tree_sitter import Language, Parser
+    from tree_sitter_javascript import language
+
+    text = asset("plan.js")
+    root = Parser(Language(language())).parse(text.encode()).root_node
+    assert not root.has_error, [str(node) for node in root.children if node.has_error]
+    assert not [word for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write") if word in text]

@@ -1,6 +1,6 @@
 """Make an install ready, a unit of work at a time, while the engine serves (the stage: install).
 
-    fill      each module that is to be processed gets what has arrived
+    fill      each module of a group that is to be processed gets what has arrived
     process   vLLM's own processing on it, as at a first load
     compare   `pairing` lists what has to change in the module that serves
 
@@ -13,7 +13,7 @@ A slice is a number of units that is the same on all ranks, since some processin
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,8 +103,7 @@ class Preparation:
         written = {n.rpartition(".")[0] for d in part.plan.destinations for n in d.names if d.home != "source"}
         served = record.served()
         if paths:
-            yield from self._timed("process", self._fill(part, paths))
-            yield from self._timed("process", self._process(part, paths))
+            yield from self._timed("process", self._fill_and_process(part, paths))
         yield from self._timed("compare", self._compare(part, pairing, paths))
         if not captured:
             modules = {path: served[path] for path in sorted((written | paths) & set(served))}
@@ -125,22 +124,35 @@ class Preparation:
                 return
             yield
 
-    def _fill(self, part: Part, paths: set[str]) -> Iterator[None]:
-        """All of it before any processing: a module may read its neighbours."""
+    def _fill_and_process(self, part: Part, paths: set[str]) -> Iterator[None]:
+        """What belongs together is filled before any of it is processed: a module may read its neighbours. Groups come
+        one after the other, so that the memory of one serves for the next; a partial plan has none, and is one."""
+        twin = part.model.twin
         self._filled.append(part.model)
-        part.model.twin.restore()
+        twin.restore()
         filling = Filling(part, self._binder, self.mode)
-        for path in sorted(paths):
-            filling.fill(path)
+        for grouped in part.groups:
+            places = [self.held.places[i].destination for i in grouped.group.destinations]
+            weights = [place.names[0] for place in places if place.home == "source"]
+            yield from self._group(part, filling, grouped.paths, weights)
+        if not part.groups:
+            yield from self._group(part, filling, sorted(paths), part.plan.fallback)
+
+    def _group(self, part: Part, filling: Filling, paths: Sequence[str], weights: Sequence[str]) -> Iterator[None]:
+        twin, filled = part.model.twin, set[int]()
+        for path in paths:
+            filled |= filling.fill(path)
             yield
         for _ in filling.fill_rest() if self.held.partial else ():
             yield
+        yield from self._process(part, set(paths), weights)
+        twin.drop_unused(paths, filled)
 
-    def _process(self, part: Part, paths: set[str]) -> Iterator[None]:
+    def _process(self, part: Part, paths: set[str], weights: Sequence[str]) -> Iterator[None]:
         twin, config = part.model.twin, part.model.record.model_config
-        if part.plan.fallback:
+        if weights:
             with engine_context(twin.config, config):
-                twin.load_weights(whole_weights(part, self._binder, part.plan.fallback))
+                twin.load_weights(whole_weights(part, self._binder, weights))
             yield
         steps = twin.processing(paths)
         while True:

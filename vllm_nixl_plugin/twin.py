@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from vllm_nixl_plugin import graph
-from vllm_nixl_plugin.dispatch import DefaultDtype, LargeOnMeta
+from vllm_nixl_plugin.dispatch import LARGE_NBYTES, DefaultDtype, LargeOnMeta
 
 if TYPE_CHECKING:
     from vllm_nixl_plugin.model import LoadRecord
@@ -213,6 +213,18 @@ class Twin:
                 _put_back(*self._objects[index])
         for key in storages:
             if {name.rpartition(".")[0] for name in self.storages[key].names} & self.modules.keys() <= paths:
+                made = self._storage(self.storages[key], None)
+                for kept in self._kept_of[key]:
+                    _place(kept, made)
+
+    def drop_unused(self, paths: Iterable[str], storages: Iterable[int]) -> None:
+        """Free the larger ones of these storages that nothing of these processed modules uses any more."""
+        large = [key for key in storages if self.storages[key].nbytes > LARGE_NBYTES]
+        if not large:
+            return
+        used = {t.untyped_storage().data_ptr() for path in paths for t in graph.reachable_tensors(self.modules[path])}
+        for key in large:
+            if all(kept.tensor.untyped_storage().data_ptr() not in used for kept in self._kept_of[key]):
                 made = self._storage(self.storages[key], None)
                 for kept in self._kept_of[key]:
                     _place(kept, made)

@@ -26,6 +26,15 @@ def test_an_environment_without_settings_is_valid_for_both_sides() -> None:
     assert settings.problems(ServerSettings) == settings.problems(TrainerSettings) == []
 
 
+def test_what_kubernetes_says_of_a_service_of_our_name_is_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT_80_TCP_ADDR", "A_SERVICE_HOST"):
+        monkeypatch.setenv(f"PUSH_WEIGHTS_{name}", "10.0.0.1")
+    monkeypatch.setenv("PUSH_WEIGHTS_PORT", "tcp://10.0.0.1:80")
+    assert settings.problems(ServerSettings) == []
+    monkeypatch.setenv("PUSH_WEIGHTS_PORT", "8100")
+    assert len(settings.problems(ServerSettings)) == 1
+
+
 def test_values_are_read_in_the_form_that_the_documentation_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {
         "INTERFACES": "mlx5_0:1, eth0", "BACKEND_PARAMS": "a=1,b=x=y", "NUM_THREADS": "3", "SHADOW": "host",

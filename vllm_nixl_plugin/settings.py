@@ -15,6 +15,7 @@ import difflib
 import hmac
 import logging
 import os
+import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -195,6 +196,9 @@ class TrainerSettings(_Settings):
         return []
 
 
+_KUBERNETES = re.compile(r"^\w+(_SERVICE_HOST|_SERVICE_PORT\w*|_PORT_\d+_(TCP|UDP|SCTP)\w*)=|_PORT=(tcp|udp|sctp)://")
+"""What Kubernetes puts into pods for a service whose name begins as our settings do (``push-weights``)."""
+
 CATALOGUE: tuple[type[_Settings], ...] = (ServerSettings, TrainerSettings)
 
 
@@ -212,7 +216,7 @@ def problems(kind: type[_Settings]) -> list[str]:
     """What is wrong in the environment for one kind of process, a sentence each: names, values, contradictions."""
     found = []
     for name in sorted(name for name in os.environ if name.upper().startswith(PREFIX)):
-        if name.upper() not in known():
+        if name.upper() not in known() and not _KUBERNETES.search(f"{name}={os.environ[name]}"):
             near = difflib.get_close_matches(
                 name.upper().removeprefix(PREFIX), [n.removeprefix(PREFIX) for n in known()], 1
             )

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from trainer_client import WeightClient
 
-STEPS, PROMPTS, SAMPLES, TOKENS, LEARNING_RATE = 8, 4, 8, 12, 3e-3
+STEPS, PROMPTS, SAMPLES, TOKENS, LEARNING_RATE = 6, 4, 8, 12, 2e-2
 
 
 def sample(http: httpx.Client, model: str, prompt: list[int], seed: int) -> tuple[list[list[int]], str]:

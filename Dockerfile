@@ -3,8 +3,9 @@
 #   docker build -t vllm-nixl .
 #   docker run --gpus all --ipc=host --ulimit memlock=-1 -p 8000:8000 -v "$PWD/token:/run/push/token:ro" vllm-nixl MODEL
 #
-# VLLM is a tag of vLLM's own image, inside of the range of versions in pyproject.toml. Its vLLM and torch stay as they are:
-# the wheel is installed without the `server` extra, and pip is told to change neither.
+# No test builds it: they check the names in it. VLLM is a tag of vLLM's own image, inside of the range of versions in
+# pyproject.toml. Its vLLM and torch stay as they are: the wheel is installed without the `server` extra, and pip is told
+# to change neither.
 ARG VLLM=v0.32.0
 
 FROM python:3.12-slim AS wheel

@@ -22,7 +22,8 @@ NOT_HERE = ("host-b", " --watch", " -- ", "doctor")
 def lines() -> list[str]:
     """Every command of the page's shell blocks."""
     blocks = re.findall(r"^```bash\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.strip()]
+    found = [line.partition(" #")[0] for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [line for line in found if line.strip()]
 
 
 @pytest.mark.server

@@ -49,6 +49,7 @@ def test_a_tiny_model_is_measured_in_every_way(bench, tmp_path: Path) -> None:
 
 @pytest.mark.server
 @pytest.mark.thorough
+@pytest.mark.timeout(1800)
 def test_overhead_growth_and_plot(bench, tmp_path: Path) -> None:
     many = json.loads((Path(plots.__file__).parent / "shapes" / "experts.json").read_text()) | {"layers": 8}
     (tmp_path / "many.json").write_text(json.dumps(many))

@@ -62,7 +62,9 @@ def _repush(settings: Settings, folder: Path, results: Results, say: Say) -> Non
                 done = trainer.first("push", servers=[server], mode=mode)
                 found.append(control_s(done["report"], _timings(server)) * 1e3)
             results.overhead[f"repush_overhead_{mode}_ms"] = median(found)
-    results.overhead["repush_overhead_ms"] = results.overhead["repush_overhead_in_place_ms"]
+    results.overhead["repush_overhead_ms"] = max(
+        results.overhead[f"repush_overhead_{mode}_ms"] for mode in ("in_place", "shadow")
+    )
     results.overhead["repush_weights"] = shape.n_weights
 
 
@@ -83,6 +85,7 @@ def _planning(settings: Settings, results: Results, say: Say) -> None:
         results.not_measured["plan_seconds"] = f"planning failed ({type(error).__name__}): {tail[:500]}"
         return
     results.overhead["plan_seconds"] = found["seconds"]["trace + plan + route"]
+    results.overhead["plan_processor_seconds"] = found["processor_seconds"]["trace + plan + route"]
     results.stages["planning, a very large model"] = found["seconds"]
     results.overhead |= {f"plan_{key}": found[key] for key in ("weights", "copies", "encoded_nbytes")}
 

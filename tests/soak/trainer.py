@@ -49,7 +49,7 @@ class Trainer:
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
 
-    def answer(self, timeout_s: float = 180) -> dict[str, Any]:
+    def answer(self, timeout_s: float = 300) -> dict[str, Any]:
         """What became of the order. Errors: RuntimeError when the process has died, TimeoutError."""
         try:
             line = self._answers.get(timeout=timeout_s)

@@ -4,7 +4,7 @@ BIN := .venv/bin
 PYTEST_ARGS ?=
 export PIP_ARGS
 
-.PHONY: setup lint docs test test-all test-fast fidelity trainers faults fuzz screenshots demo clean
+.PHONY: setup lint docs test test-all test-fast fidelity trainers faults fuzz soak screenshots demo clean
 
 setup:  ## the CPU environment in .venv (nothing to do while its inputs are the same)
 	$(PYTHON) scripts/setup_cpu.py

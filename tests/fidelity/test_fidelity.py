@@ -29,7 +29,8 @@ loader that fools the tracer."""
 @pytest.fixture(scope="module")
 def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     """What the models of this session's tests came to, all in one process."""
-    wanted = {item.callspec.params["model"] for item in request.session.items if "rows" in getattr(item, "fixturenames", ())}
+    asking = [item for item in request.session.items if "rows" in getattr(item, "fixturenames", ())]
+    wanted = {item.callspec.params["model"] for item in asking}
     out = tmp_path_factory.mktemp("fidelity") / "rows.json"
     tests = Path(__file__).parent.parent
     done = subprocess.run(

@@ -1,7 +1,7 @@
 """`make soak MINUTES=5`: two servers under requests and pushes without a break, with faults at random moments.
 
     servers, fresh ones to compare with, two trainers -> requests flow -> [a push, or a fault and the push that heals
-    it; every 5th: figures; every 25th: greedy answers and fingerprint against a fresh server] -> the report
+    it; every 4th: figures; every 25th: greedy answers and fingerprint against a fresh server] -> the report
 
 The first server lives through all of it; the second is killed and started again now and then. Ends with 1 when a
 request or a push failed that should not, an answer was wrong, or something grows (leaks.py says what is flat).
@@ -42,7 +42,7 @@ HEALED_S = 60.0
 """By when a push succeeds after a fault."""
 START_S = 600.0
 WARM_UP_S = 20.0
-SAMPLE_EVERY, CHECK_EVERY = 5, 25
+SAMPLE_EVERY, CHECK_EVERY = 4, 25
 STARTUP = Path(__file__).parent / "startup"
 
 

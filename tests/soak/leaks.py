@@ -16,7 +16,7 @@ from soak.counts import ask
 
 WARM_UP = 0.25
 """The part of a process's samples that is warm-up: plans, caches and allocators fill."""
-FEWEST = 8
+FEWEST = 6
 """Samples after warm-up below which a process has no slope: it was killed and started again."""
 BOUNDS = {
     "rss MiB": 4.0, "fds": 1.0, "threads": 1.0, "python threads": 1.0, "agents": 0.5, "remotes": 1.0,
@@ -73,14 +73,17 @@ class Watch:
         return _slope(series[len(series) - int(len(series) * (1 - WARM_UP) / 2) :], fewest=2) or 0.0
 
     def table(self) -> str:
-        """All rows of the processes that lived long enough to have slopes."""
+        """All rows, without a slope where there are too few samples."""
         head = f"{'process':34} {'':15} {'start':>9} {'warm':>9} {'end':>9} {'per 100 pushes':>15}"
         lines = [
-            f"{f'{owner} ({pid})':34} {name:15} {first:9.1f} {warm:9.1f} {last:9.1f} {slope:15.2f}"
+            f"{f'{owner} ({pid})':34} {name:15} {first:9.1f} {warm:9.1f} {last:9.1f} {_said(slope):>15}"
             for owner, pid, name, first, warm, last, slope in self.rows()
-            if slope is not None
         ]
         return "\n".join([head, *lines])
+
+
+def _said(slope: float | None) -> str:
+    return "-" if slope is None else f"{slope:.2f}"
 
 
 def _slope(series: Series, fewest: int = FEWEST) -> float | None:

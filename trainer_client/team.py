@@ -25,7 +25,7 @@ from typing import Any
 
 from trainer_client.exchange import LOOK_S, Entry, Exchange
 from trainer_client.link import Link, Plans, Stock, Target
-from vllm_nixl_plugin.errors import PushWeightsError, from_wire
+from vllm_nixl_plugin.errors import PushWeightsError, RankLost, from_wire
 from vllm_nixl_plugin.wire import Binding
 
 DRAIN_S = 30.0
@@ -116,7 +116,11 @@ def follow(exchange: Exchange, links: Sequence[Link], stock: Stock, cancelled: C
                 else:
                     pool.submit(part.obey, entry)
         except BaseException as error:
-            failure = exchange.fail(error)
+            failure: PushWeightsError
+            try:
+                failure = exchange.fail(error)
+            except RankLost as gone:  # the board too: the rank that hosts it has died
+                failure = gone
             for part in parts:
                 part.call_off(None, failure)
             raise

@@ -110,8 +110,12 @@ def _rank(cell: Cell) -> Expected:
 
 
 def _part_of_server(cell: Cell) -> Expected:
-    """vLLM ends a server of which a process died. The trainer learns it from a connection or from a write."""
-    return Expected(OK if cell.stage == "after" else ("unreachable", "worker_failed", "fabric"), DEAD)
+    """vLLM ends a server of which a process died. The trainer learns it from a connection or from a write; or not at
+    all, when the worker had done its part of the install, and the judge said so before the engine ended."""
+    if cell.stage == "after":
+        return Expected(OK, DEAD)
+    done = OK if cell.victim == "worker" and cell.stage in ("paused", "installing", "installed") else ()
+    return Expected(("unreachable", "worker_failed", "fabric", *done), DEAD)
 
 
 def _server(cell: Cell) -> Expected:

@@ -70,11 +70,11 @@ def test_of_two_trainers_that_push_over_and_over_the_last_winner_serves(world: W
     rivals = {
         seed: world.trainers.push(
             fleet.urls, world.checkpoints[seed], gate=fleet.gate.folder, version=f"of {seed}", mode="shadow",
-            times=10, **LIMITS,
+            times=5, **LIMITS,
         )[0]
         for seed in (2, 3)
     }  # fmt: skip
-    outcomes = {seed: (rival.outcome(120), rival.said["outcomes"])[1] for seed, rival in rivals.items()}
+    outcomes = {seed: (rival.outcome(240), rival.said["outcomes"])[1] for seed, rival in rivals.items()}
     assert all(set(of) <= {"ok", "lease_held"} for of in outcomes.values()), outcomes
     assert any("ok" in of for of in outcomes.values())
     status = status_of(fleet.victim)

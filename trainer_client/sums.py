@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from trainer_client.batching import Runs
-from vllm_nixl_plugin.checksums import checksum, unsigned
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+MASK = (1 << 64) - 1
 Sums = Mapping[str, Sequence[Sequence[int]]]
 """By worker: the destinations that got bytes of a rank, and the checksum of these bytes of each."""
 
@@ -28,6 +28,8 @@ class Tally:
 
     def add(self, worker: int, memory: Callable[[int], Tensor], runs: Runs) -> None:
         """Count these runs to a worker; queued on the current stream. ``memory``: bytes (uint8) of a ``runs.src``."""
+        from vllm_nixl_plugin.checksums import checksum
+
         columns = (runs.src, runs.src_offset, runs.dst, runs.dst_offset, runs.nbytes)
         for src, at, dst, offset, nbytes in zip(*(column.tolist() for column in columns), strict=True):
             self._found.setdefault((worker, dst), []).append(checksum(memory(src)[at : at + nbytes], offset))
@@ -44,7 +46,7 @@ class Tally:
         for pairs in devices.values():
             values = torch.stack([each for _, each in pairs]).tolist()
             for (key, _), value in zip(pairs, values, strict=True):
-                total[key] = unsigned(total.get(key, 0) + value)
+                total[key] = (total.get(key, 0) + value) & MASK
         out: dict[str, list[list[int]]] = {}
         for (worker, dst), value in sorted(total.items()):
             of = out.setdefault(str(worker), [[], []])
@@ -59,5 +61,5 @@ def added(ranks: Iterable[Sums], destinations: Sequence[tuple[int, int]]) -> lis
     for sums in ranks:
         for worker, (found, values) in sums.items():
             for dst, value in zip(found, values, strict=True):
-                total[worker][dst] = unsigned(total[worker][dst] + value)
+                total[worker][dst] = (total[worker][dst] + value) & MASK
     return [total[str(worker)] for worker, _ in destinations]

@@ -15,6 +15,7 @@ DAY_S = 86_400.0
 FOR_PEOPLE = {
     ("vllm_nixl_plugin/session.py", "_close"),  # when an update ended, in the history
     ("vllm_nixl_plugin/channel.py", "_sweep"),  # how old a file is
+    ("trainer_client/telemetry.py", "_trace"),  # when a span ended
 }
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from harness import TOKEN, Server, completions
+from harness import TOKEN, EngineOptions, Server, completions
 from harness.checkpoints import random_model, read_weights, write_checkpoint
 from trainer_client import BlockFP8, PushFailed, WeightClient
 from trainer_client.block_fp8 import quantize
@@ -87,6 +87,26 @@ def test_a_server_of_an_fp8_checkpoint_refuses_bf16(served):
         pytest.raises(PushFailed, match=r"expected float8_e4m3fn, got bfloat16"),
     ):
         client.push_weights(random_model(name, 2))
+
+
+def test_a_server_without_a_checkpoint_needs_all_weights_but_those_that_a_checkpoint_may_leave_out(tmp_path):
+    """Scales of the KV cache, of which vLLM makes parameters that most checkpoints do not have."""
+    path = write_fp8(tmp_path / "2", "qwen3", 2)
+    weights = dict(read_weights(path))
+    scale, norm = next(n for n in weights if n.endswith("_scale_inv")), "model.norm.weight"
+    with (
+        Server(path, EngineOptions(args=("--load-format", "dummy"))) as server, Server(path) as fresh,
+        WeightClient([server.url], token=TOKEN, timeout_s=120, progress=False) as client,
+    ):  # fmt: skip
+        for left_out in (scale, norm):
+            with pytest.raises(PushFailed, match="1 weights are missing from the push"):
+                client.push_weights({n: t for n, t in weights.items() if n != left_out})
+        client.push_weights(weights)
+        (mine,), (theirs,) = readings(server), readings(fresh)
+        assert mine is not None
+        assert theirs is not None
+        assert {path for path in mine.keys() | theirs.keys() if mine.get(path) != theirs.get(path)} == set()
+        assert completions(server.url) == completions(fresh.url)
 
 
 def test_other_blocks_than_those_of_the_server_are_refused(served):

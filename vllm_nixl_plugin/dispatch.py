@@ -100,11 +100,13 @@ _FACTORIES = {
 
 
 class LargeOnMeta(TorchDispatchMode):
-    """Makes factories put large tensors on meta, and remembers the value that a filled one has."""
+    """Makes factories put large tensors on meta, and remembers the value that a filled one has, and which small ones
+    (ids of storages) nobody has written to."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fill: dict[int, float] = {}
+        self.undefined: set[int] = set()
         self.hold: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -114,6 +116,11 @@ class LargeOnMeta(TorchDispatchMode):
             shape, dtype = _factory_shape(func, args, kwargs)
             if shape.numel() * dtype.itemsize > LARGE_NBYTES:
                 return self._on_meta(func, args, kwargs)
+            if _FACTORIES[func] is None:
+                out: torch.Tensor = func(*args, **kwargs)
+                self.undefined.add(int(out.untyped_storage()._cdata))
+                self.hold.append(out)
+                return out
         elif any(t.device.type == "meta" for t in given):
             # Arithmetic on a large tensor stays on meta; small operands follow it there.
             kwargs.pop("device", None)
@@ -121,6 +128,8 @@ class LargeOnMeta(TorchDispatchMode):
             for tensor in given:
                 if not is_view(func) and func._schema.is_mutable:
                     self.fill.pop(int(tensor.untyped_storage()._cdata), None)
+        elif func._schema.is_mutable:
+            self.undefined.difference_update(int(tensor.untyped_storage()._cdata) for tensor in given)
         return func(*args, **kwargs)
 
     def _on_meta(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:

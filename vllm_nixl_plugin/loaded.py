@@ -186,7 +186,10 @@ class LoadedModel:
                         )
 
     def _unwritten(self, found: LoadTrace) -> set[str]:
-        """Parameters that nothing writes, for a server that started without a checkpoint."""
+        """Parameters that nothing writes, for a server that started without a checkpoint. Not those that have a value
+        from their creation and are taken away by processing: a checkpoint may have such scales, or leave them out.
+        """
+        defined = self.twin.defined()
         written = {
             name
             for d in found.destinations
@@ -197,6 +200,7 @@ class LoadedModel:
             n
             for n, t in self.twin.destination_tensors().items()
             if isinstance(t, nn.Parameter) and n.rpartition(".")[0] in self.record.modules
+            and not (id(t) in defined and self.record.tensor_at(n) is None)
         } - written
 
     def live_storage(self, destination: Destination) -> torch.Tensor:

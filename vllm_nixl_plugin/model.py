@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from vllm_nixl_plugin import graph
-from vllm_nixl_plugin.dispatch import Watch
+from vllm_nixl_plugin.dispatch import LARGE_NBYTES, Watch
 from vllm_nixl_plugin.twin import Twin
 from vllm_nixl_plugin.wire import WeightSpec
 
@@ -214,6 +214,17 @@ def _storages(module: nn.Module) -> dict[int, int]:
     return {int(storage._cdata): storage.nbytes() for storage in storages}
 
 
+def _constants(model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Small tensors that need no checkpoint, and their values: buffers, and scalars such as the scales of a KV cache. A
+    load of random weights (``--load-format dummy``) overwrites them, and no push would bring them back.
+    """
+    return [
+        (tensor, tensor.detach().clone())
+        for tensor in (*model.buffers(), *(p for p in model.parameters() if not p.dim()))
+        if tensor.device.type != "meta" and tensor.numel() * tensor.element_size() <= LARGE_NBYTES
+    ]
+
+
 def _recording(cls: type) -> type:
     """A subclass of a vLLM loader class that records what its `load_model` does."""
 
@@ -243,8 +254,12 @@ def _recording(cls: type) -> type:
         recorder = getattr(self, "_nixl_recorder", None)
         if recorder is not None:
             recorder.created(model)
+        constants = _constants(model)
         cls.load_weights(self, model, model_config)  # type: ignore[attr-defined]
         if recorder is not None:
+            if not recorder.checkpoint:
+                for tensor, value in constants:
+                    tensor.data.copy_(value)
             recorder.loaded(model)
 
     def get_all_weights(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -77,13 +77,15 @@ class _Kept:
 
 @dataclass(slots=True)
 class TwinStorage:
-    """A storage of the twin at creation. ``value``: its bytes (small), a number (filled), or None (undefined)."""
+    """A storage of the twin at creation. ``value``: its bytes (small), a number (filled), or None (undefined).
+    ``defined``: small, and somebody has written to it, so that it means something without any weight."""
 
     names: list[str]
     nbytes: int
     device: torch.device
     value: torch.Tensor | float | None
     dtype: torch.dtype
+    defined: bool = False
 
 
 class Twin:
@@ -115,6 +117,8 @@ class Twin:
         self._holders: list[set[str]] = []  # of each of these objects: the modules that have it
         self._objects_of: dict[str, list[int]] = {}
         self._snapshot(mode.fill)
+        for key, storage in self.storages.items():
+            storage.defined = isinstance(storage.value, torch.Tensor) and key not in mode.undefined
 
     def _unwrap_loaders(self) -> None:
         """Online quantization wraps loaders so as to process layers while loading; a twin is traced without that."""
@@ -272,6 +276,10 @@ class Twin:
             for name, tensor in (*module._parameters.items(), *module._buffers.items())
             if tensor is not None
         }
+
+    def defined(self) -> set[int]:
+        """Ids of the small tensors that were given a value when they were made."""
+        return {id(kept.tensor) for kept in self._kept if self.storages[kept.storage].defined}
 
     def storage_keys(self) -> dict[int, int]:
         """Storage key by the id of each tensor object that the twin had at creation."""

@@ -172,6 +172,7 @@ def test_an_engine_whose_weights_sleep_refuses_begin(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "vllm.device_allocator.cumem", module)
     plan, plane = held(Model({"a": torch.ones(4)}), a="shadow"), object.__new__(WorkerPlane)
     plane.worker, plane.binder, plane._torn = object(), binder(), set()
+    plane.installer = types.SimpleNamespace(untidy=False)  # type: ignore[assignment]
     plane._held = {id(plan.plan): plan}  # type: ignore[assignment]
     with pytest.raises(EngineAsleep, match="wake_up"):
         plane.bind(plan.plan, "shadow")

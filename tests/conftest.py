@@ -1,5 +1,6 @@
 """Fixtures and rules of the whole test suite."""
 
+import signal
 from collections.abc import Callable, Generator
 from pathlib import Path
 
@@ -25,6 +26,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return path if path.exists() else write_checkpoint(path, name, seed)
 
     return written
+
+
+def pytest_configure() -> None:
+    """A shell has what it runs in the background ignore Ctrl-C, and so would all processes of the tests."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

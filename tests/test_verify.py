@@ -147,8 +147,10 @@ def test_the_sums_of_all_ranks_are_those_of_the_whole(servers) -> None:
         for server in servers.all:
             server.expect(model(1))
         servers.network.inject("copy", agent=servers.agents[1].name)
-        parts[1]["q"].tensor[:] = 0  # what is lost on the way is not what is there already
-        assert all("corrupted" in str(error) for error in trainer.push(parts, verify=True))
+        for shard in (shard for part in parts for shard in part.values()):
+            shard.tensor.add_(1)  # whichever copy is lost on the way is not what is there already
+        failed = [str(error) for error in trainer.push(parts, verify=True)]
+        assert all("corrupted" in error for error in failed), failed
     finally:
         trainer.close()
 

@@ -254,12 +254,11 @@ def _recording(cls: type) -> type:
         recorder = getattr(self, "_nixl_recorder", None)
         if recorder is not None:
             recorder.created(model)
-        constants = _constants(model)
+        constants = _constants(model) if self.load_config.load_format == "dummy" else []
         cls.load_weights(self, model, model_config)  # type: ignore[attr-defined]
+        for tensor, value in constants:
+            tensor.data.copy_(value)
         if recorder is not None:
-            if not recorder.checkpoint:
-                for tensor, value in constants:
-                    tensor.data.copy_(value)
             recorder.loaded(model)
 
     def get_all_weights(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import functools
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -18,7 +17,6 @@ import time
 import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ import torch
 
 from gpu_servers import python_path
 from harness.checkpoints import _write_tokenizer
+from trainer_client.fresh import free_port
 
 
 def write_config(folder: Path, layers: int, *, tiny: bool = False, experts: int = 0) -> Path:
@@ -232,8 +231,7 @@ class OwnEngine:
         if backend == "nccl":
             from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-            with socket.create_server(("127.0.0.1", 0)) as listener:
-                port = listener.getsockname()[1]
+            port = free_port()
             each = n_workers // len(urls)
             infos = [
                 {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1 + i * each,
@@ -301,9 +299,3 @@ class Weights:
         """Those of a dict."""
         [dtype] = {str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()}
         return cls({name: list(t.shape) for name, t in weights.items()}, dtype, lambda: iter(weights.items()))
-
-
-def free_port() -> int:
-    """A port of loopback that nobody listens on."""
-    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        return int(listener.getsockname()[1])

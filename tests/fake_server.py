@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from vllm_nixl_plugin import errors
+from vllm_nixl_plugin.agent import NixlAgent
 from vllm_nixl_plugin.checksums import checksums, written
 from vllm_nixl_plugin.encoding import decode_landed, encode_plan, encode_plans, plan_digest
 from vllm_nixl_plugin.fabric import Fabric, Region
@@ -338,3 +339,15 @@ def listening(server: FakeServer) -> Iterator[str]:
         finally:
             http.shutdown()
             thread.join()
+
+
+@contextmanager
+def reachable() -> Iterator[FakeServer]:
+    """A server that other processes can push to, while entered: over NIXL, at its ``url``."""
+    made = FakeServer(NixlAgent)
+    made.patience_s = 10.0
+    with listening(made) as url:
+        made.url = url
+        yield made
+    for worker in made.workers:
+        worker.agent.close()

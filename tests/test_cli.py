@@ -12,23 +12,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fake_server import TOKEN, FakeServer, listening, model
+from fake_server import TOKEN, FakeServer, model, reachable
 from trainer_client.cli import main
 from trainer_client.commands import output, plan, status
 from trainer_client.commands.plan_page import plan_page
-from vllm_nixl_plugin.agent import NixlAgent
 from vllm_nixl_plugin.pages import asset
 
 
 @pytest.fixture
 def server() -> Iterator[FakeServer]:
-    made = FakeServer(NixlAgent)
-    made.patience_s = 10.0
-    with listening(made) as url:
-        made.url = url
+    with reachable() as made:
         yield made
-    for worker in made.workers:
-        worker.agent.close()
 
 
 @pytest.fixture

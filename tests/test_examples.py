@@ -25,11 +25,19 @@ def fleet(checkpoint) -> Iterator[tuple[Server, ...]]:
 
 def alone(example: str, *arguments: str | Path) -> str:
     """The output of the example, run by itself."""
-    quiet = {"OMP_NUM_THREADS": "1", "PUSH_WEIGHTS_TOKEN": TOKEN, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / example, *arguments], env=os.environ | quiet, capture_output=True, text=True,
-        timeout=300, check=False,
-    )  # fmt: skip
+    return output_of([sys.executable, EXAMPLES / example, *arguments], HF_HUB_OFFLINE="1")
+
+
+def torchrun(ranks: int, example: str, *arguments: str | Path) -> str:
+    """The output of the example, run on so many ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return output_of([*command, EXAMPLES / example, *arguments], GLOO_SOCKET_IFNAME="lo")
+
+
+def output_of(command: list[str | Path], **environment: str) -> str:
+    """What a command prints that has to succeed."""
+    quiet = {"OMP_NUM_THREADS": "1", "PUSH_WEIGHTS_TOKEN": TOKEN, **environment}
+    done = subprocess.run(command, env=os.environ | quiet, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -85,18 +93,6 @@ def served(server: Server) -> str:
     headers = {"Authorization": f"Bearer {TOKEN}"}
     answer = httpx.get(f"{server.url}/nixl/v1/status", headers=headers, timeout=30)
     return str(answer.json()["weight_version"])
-
-
-def torchrun(ranks: int, example: str, *arguments: str | Path) -> str:
-    """The output of the example, run on so many ranks."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    quiet = {"OMP_NUM_THREADS": "1", "PUSH_WEIGHTS_TOKEN": TOKEN, "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [*command, EXAMPLES / example, *arguments], env=os.environ | quiet, capture_output=True, text=True,
-        timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.mark.server

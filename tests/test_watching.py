@@ -12,10 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fake_server import TOKEN, FakeServer, listening, model
+from fake_server import TOKEN, FakeServer, model, reachable
 from trainer_client.checkpoint import read_with_draft
 from trainer_client.watching import Watcher
-from vllm_nixl_plugin.agent import NixlAgent
 from vllm_nixl_plugin.errors import InvalidRequest
 
 
@@ -90,13 +89,8 @@ def test_weights_of_a_draft_model_come_under_their_prefix(tmp_path: Path) -> Non
 
 @pytest.fixture
 def server() -> Iterator[FakeServer]:
-    made = FakeServer(NixlAgent)
-    made.patience_s = 10.0
-    with listening(made) as url:
-        made.url = url
+    with reachable() as made:
         yield made
-    for worker in made.workers:
-        worker.agent.close()
 
 
 def test_new_checkpoints_are_pushed_under_the_names_of_their_folders(server: FakeServer, tmp_path: Path) -> None:

@@ -29,6 +29,12 @@ STOP_S = 20.0
 TAIL_LINES = 30
 
 
+def free_port() -> int:
+    """A port of loopback that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
 @contextlib.contextmanager
 def fresh_server(checkpoint: Path, arguments: Sequence[str], start_timeout_s: float) -> Iterator[Control]:
     """Serve a checkpoint with these arguments of ``vllm serve``; ends with the context.
@@ -56,8 +62,7 @@ def served(
             f"vLLM is not installed here, so no fresh server can be started on {checkpoint}: run this where it is, or "
             "name the URL of a server that was started on that checkpoint"
         )
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = int(free.getsockname()[1])
+    port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint), *arguments]
     command += ["--host", "127.0.0.1", "--port", str(port), "--worker-extension-cls", extension]
     with tempfile.NamedTemporaryFile("w+", prefix="vllm-nixl-fresh-", suffix=".log") as log:

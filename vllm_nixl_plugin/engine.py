@@ -152,6 +152,8 @@ class Engine:
         """The versions of the weights that have served after a time, in order, the one that serves now last; and the
         time from which to ask on. Errors: WorkerFailed.
         """
+        if self._alone and self._served[-1][0] <= since:  # asked for each piece of each stream
+            return since, [self._served[-1][1]]
         served = list(self._served)
         if not self._alone:
             status = await self.ask_judge("status")

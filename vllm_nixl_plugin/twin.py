@@ -217,9 +217,7 @@ class Twin:
                 _put_back(*self._objects[index])
         for key in storages:
             if {name.rpartition(".")[0] for name in self.storages[key].names} & self.modules.keys() <= paths:
-                made = self._storage(self.storages[key], None)
-                for kept in self._kept_of[key]:
-                    _place(kept, made)
+                self._empty(key)
 
     def drop_unused(self, paths: Iterable[str], storages: Iterable[int]) -> None:
         """Free the larger ones of these storages that nothing of these processed modules uses any more."""
@@ -229,9 +227,7 @@ class Twin:
         used = {t.untyped_storage().data_ptr() for path in paths for t in graph.reachable_tensors(self.modules[path])}
         for key in large:
             if all(kept.tensor.untyped_storage().data_ptr() not in used for kept in self._kept_of[key]):
-                made = self._storage(self.storages[key], None)
-                for kept in self._kept_of[key]:
-                    _place(kept, made)
+                self._empty(key)
 
     def fill_tensors(self, contents: Mapping[int, torch.Tensor]) -> None:
         """Give tensors the given storages (uint8 tensors by storage key); others go back to meta or creation values.
@@ -250,6 +246,12 @@ class Twin:
         for key, content in contents.items():
             for kept in self._kept_of.get(key, ()):
                 _place(kept, content.untyped_storage())
+
+    def _empty(self, key: int) -> None:
+        """One storage goes back to meta or its creation value."""
+        made = self._storage(self.storages[key], None)
+        for kept in self._kept_of[key]:
+            _place(kept, made)
 
     def _storage(self, info: TwinStorage, content: torch.Tensor | None) -> torch.UntypedStorage:
         if content is not None:

@@ -13,7 +13,6 @@ import gc
 import json
 import os
 import select
-import socket
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ from typing import IO, Any, Self
 from trainer_client.bench.servers import Served
 from trainer_client.bench.shapes import Shape, random_weights
 from trainer_client.bench.ways import Broadcast, RawWrite, save_and_reload
+from trainer_client.fresh import free_port
 from vllm_nixl_plugin.errors import RankLost
 
 START_S = 180.0
@@ -136,8 +136,7 @@ class Trainer:
         return self.all(do, **arguments)[0]
 
     def __enter__(self) -> Self:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = int(free.getsockname()[1])
+        port = free_port()
         environment = os.environ | {
             "PUSH_WEIGHTS_TOKEN": self._token, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
         }  # fmt: skip

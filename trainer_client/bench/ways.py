@@ -12,7 +12,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer_client.bench.servers import Served
+from trainer_client.fresh import free_port
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,8 +51,7 @@ class Broadcast:
         from trainer_client.bench.extension import join_group
 
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = int(free.getsockname()[1])
+        port = free_port()
         self._servers = tuple(servers)
         world = 1 + sum(server.n_workers for server in servers)
         firsts = [1 + sum(s.n_workers for s in servers[:i]) for i in range(len(servers))]

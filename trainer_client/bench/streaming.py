@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -26,7 +27,6 @@ class TokenStream:
 
     def __init__(self, server: Served) -> None:
         self.tokens: list[float] = []
-        self._begins: list[int] = []
         self._server = server
         self._failure: Exception | None = None
         self._stop = threading.Event()
@@ -59,13 +59,9 @@ class TokenStream:
             time.sleep(0.02)
 
     def longest_gap(self, since: float = 0.0, until: float = float("inf")) -> float:
-        """Seconds of the longest wait between two tokens of one request that overlaps the time between the two."""
-        firsts = set(self._begins)
-        gaps = [
-            self.tokens[i] - self.tokens[i - 1]
-            for i in range(1, len(self.tokens))
-            if i not in firsts and self.tokens[i] >= since and self.tokens[i - 1] <= until
-        ]
+        """Seconds of the longest wait for a token that overlaps the time between the two; the first token of a request
+        is waited for, too: generation may stand still between two requests."""
+        gaps = [b - a for a, b in itertools.pairwise(self.tokens) if b >= since and a <= until]
         return max(gaps, default=float("nan"))
 
     def _run(self) -> None:
@@ -76,7 +72,6 @@ class TokenStream:
         try:
             with self._server.http as http:
                 while not self._stop.is_set():
-                    self._begins.append(len(self.tokens))
                     with http.stream("POST", "/v1/completions", json=body) as answer:
                         answer.raise_for_status()
                         for line in answer.iter_lines():

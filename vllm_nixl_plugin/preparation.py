@@ -103,7 +103,7 @@ class Preparation:
         written = {n.rpartition(".")[0] for d in part.plan.destinations for n in d.names if d.home != "source"}
         served = record.served()
         if paths:
-            yield from self._timed("process", self._fill_and_process(part, paths))
+            yield from self._fill_and_process(part, paths)
         yield from self._timed("compare", self._compare(part, pairing, paths))
         if not captured:
             modules = {path: served[path] for path in sorted((written | paths) & set(served))}
@@ -139,14 +139,17 @@ class Preparation:
             yield from self._group(part, filling, sorted(paths), part.plan.fallback)
 
     def _group(self, part: Part, filling: Filling, paths: Sequence[str], weights: Sequence[str]) -> Iterator[None]:
-        twin, filled = part.model.twin, set[int]()
+        filled = set[int]()
+        yield from self._timed("fill", self._fill(filling, paths, filled))
+        yield from self._timed("process", self._process(part, set(paths), weights))
+        part.model.twin.drop_unused(paths, filled)
+
+    def _fill(self, filling: Filling, paths: Sequence[str], filled: set[int]) -> Iterator[None]:
         for path in paths:
             filled |= filling.fill(path)
             yield
-        for _ in filling.fill_rest() if self.held.partial else ():
-            yield
-        yield from self._process(part, set(paths), weights)
-        twin.drop_unused(paths, filled)
+        if self.held.partial:
+            yield from filling.fill_rest()
 
     def _process(self, part: Part, paths: set[str], weights: Sequence[str]) -> Iterator[None]:
         twin, config = part.model.twin, part.model.record.model_config

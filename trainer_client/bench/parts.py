@@ -29,8 +29,10 @@ from vllm_nixl_plugin.errors import InvalidRequest
 PARTS = ("wire", "push", "gap", "memory", "overhead", "window", "growth")
 DEFAULT = tuple(part for part in PARTS if part != "growth")
 """What is measured unless parts are named; growth starts servers by the dozen."""
-WAYS = ("shadow", "in_place", "disk", "broadcast")
-"""Pushes in both modes, and what they are compared with."""
+MODES = {"shadow": "", "in_place": "in_place_", "streamed": "streamed_"}
+"""Of pushes, and how the ratios of each begin."""
+WAYS = (*MODES, "disk", "broadcast")
+"""Pushes in all modes, and what they are compared with."""
 
 Say = Callable[[str], None]
 
@@ -131,8 +133,7 @@ class _Bench:
         self._trainer, self._server = trainer, server
         self._warm: set[str] = set()
         self._ways: dict[str, Callable[[], Any]] = {
-            "shadow": partial(trainer.first, "push", servers=[server], mode="shadow"),
-            "in_place": partial(trainer.first, "push", servers=[server], mode="in_place"),
+            **{mode: partial(trainer.first, "push", servers=[server], mode=mode) for mode in MODES},
             "disk": partial(trainer.first, "disk", servers=[server], folder=str(saved)),
             "broadcast": partial(trainer.first, "broadcast", servers=[server]),
         }
@@ -185,9 +186,9 @@ class _Bench:
                 stage: median([one.get(stage, 0.0) for one in stages[way]]) for stage in stages[way][0]
             }
         self._results.extra_nbytes |= {key: max(values) for key, values in extra.items()}
-        for mode, name in (("shadow", "push"), ("in_place", "in_place_push")):
-            self._results.ratios[f"{name}_vs_disk_reload"] = paired(seconds[mode], seconds["disk"])
-            self._results.ratios[f"{name}_vs_broadcast"] = paired(seconds[mode], seconds["broadcast"])
+        for mode, name in MODES.items():
+            self._results.ratios[f"{name}push_vs_disk_reload"] = paired(seconds[mode], seconds["disk"])
+            self._results.ratios[f"{name}push_vs_broadcast"] = paired(seconds[mode], seconds["broadcast"])
 
     def gap(self) -> None:
         """A stream of tokens for each; the longest wait between two of them."""
@@ -203,9 +204,9 @@ class _Bench:
                     gaps["no push"].append(stream.longest_gap(until=done["begin"]))
         for way, found in gaps.items():
             self._results.seconds[f"longest gap, {way}"] = median(found)
-        for mode, name in (("shadow", "gap"), ("in_place", "in_place_gap")):
-            self._results.ratios[f"{name}_vs_disk_reload"] = paired(gaps[mode], gaps["disk"])
-            self._results.ratios[f"{name}_vs_broadcast"] = paired(gaps[mode], gaps["broadcast"])
+        for mode, name in MODES.items():
+            self._results.ratios[f"{name}gap_vs_disk_reload"] = paired(gaps[mode], gaps["disk"])
+            self._results.ratios[f"{name}gap_vs_broadcast"] = paired(gaps[mode], gaps["broadcast"])
 
     def _watched(self, process: int) -> memory.Peak:
         return memory.watch(process, self._settings.device)

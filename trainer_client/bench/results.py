@@ -32,10 +32,14 @@ TOLD = {
     "push_vs_broadcast": "push (shadow) / gloo broadcast and reload",
     "in_place_push_vs_disk_reload": "push (in place) / save and reload",
     "in_place_push_vs_broadcast": "push (in place) / gloo broadcast and reload",
+    "streamed_push_vs_disk_reload": "push (streamed) / save and reload",
+    "streamed_push_vs_broadcast": "push (streamed) / gloo broadcast and reload",
     "gap_vs_disk_reload": "longest token gap, push (shadow) / reload from disk",
     "gap_vs_broadcast": "longest token gap, push (shadow) / broadcast and reload",
     "in_place_gap_vs_disk_reload": "longest token gap, push (in place) / reload from disk",
     "in_place_gap_vs_broadcast": "longest token gap, push (in place) / broadcast and reload",
+    "streamed_gap_vs_disk_reload": "longest token gap, push (streamed) / reload from disk",
+    "streamed_gap_vs_broadcast": "longest token gap, push (streamed) / broadcast and reload",
     "window_peak_vs_budget": "peak memory of a streamed push / its budget",
 }
 

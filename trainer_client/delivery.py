@@ -41,6 +41,7 @@ from vllm_nixl_plugin.errors import (
     LeaseHeld,
     PushWeightsError,
     RankLost,
+    ServerUnreachable,
     StaleUpdate,
     UnknownPlan,
     from_wire,
@@ -398,13 +399,19 @@ class _Push:
 
     @contextmanager
     def _watching(self, opened: UpdateOpened) -> Iterator[None]:
-        """Hear from a thread that a server which installs meanwhile has failed; that ends the transfer."""
+        """Hear from a thread that a server which installs meanwhile has failed, or is gone; that ends the transfer.
+
+        It would wait for room in a window until the time of the push is over.
+        """
         stop = threading.Event()
 
         def watch() -> None:
             while not stop.is_set():
                 try:
                     status = self._control.update(opened.update_id, WATCH_S)
+                except ServerUnreachable as error:
+                    self._lost = error
+                    return
                 except PushWeightsError:
                     stop.wait(WATCH_S)
                     continue

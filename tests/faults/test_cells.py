@@ -16,6 +16,7 @@ SAMPLE = (
     Cell("trainer", "stop", "writing", "in_place"),
     Cell("rank", "kill", "writing", "in_place"),
     Cell("api", "kill", "installing", "shadow"),
+    Cell("api", "kill", "writing", "streamed"),
     Cell("server", "kill", "written", "shadow"),
 )
 

@@ -46,8 +46,8 @@ def output_of(command: list[str | Path], **environment: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(("example", "said", "version"), [
     ("minimal.py", "the server has step-3", "step-3"),
-    pytest.param("overlapped.py", "step-4: ", "step-4", marks=pytest.mark.thorough),
-    pytest.param("hot_reload.py", "the server has step-2", "step-2", marks=pytest.mark.thorough),
+    ("overlapped.py", "step-4: ", "step-4"),
+    ("hot_reload.py", "the server has step-2", "step-2"),
 ])  # fmt: skip
 def test_an_example_with_one_server_leaves_it_with_what_it_has_trained(
     checkpoint, fleet, tmp_path: Path, example: str, said: str, version: str
@@ -70,7 +70,6 @@ def test_a_fleet_goes_on_while_servers_join_and_leave(checkpoint, fleet, tmp_pat
 
 @pytest.mark.server
 @pytest.mark.slow
-@pytest.mark.thorough
 def test_the_reward_of_grpo_without_a_framework_rises(checkpoint, fleet, tmp_path: Path) -> None:
     trained = tmp_path / "trained"
     said = alone("grpo.py", checkpoint("qwen3", 1), fleet[0].url, trained)
@@ -81,7 +80,6 @@ def test_the_reward_of_grpo_without_a_framework_rises(checkpoint, fleet, tmp_pat
 
 @pytest.mark.server
 @pytest.mark.slow
-@pytest.mark.thorough
 def test_two_ranks_of_fsdp2_bring_what_they_have_trained(checkpoint, fleet, tmp_path: Path) -> None:
     trained = tmp_path / "trained"
     assert "2 ranks sent" in torchrun(2, "fsdp2.py", checkpoint("qwen3", 1), fleet[0].url, trained)

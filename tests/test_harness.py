@@ -1,5 +1,6 @@
 """The harness itself: what it compares, and that it leaves nothing behind."""
 
+import contextlib
 import os
 import sys
 import time
@@ -49,6 +50,27 @@ def test_the_end_of_the_launcher_is_the_end_of_what_it_started(tmp_path: Path) -
     assert len(session) == 2
     launcher.close()
     assert _session(pid) == []
+
+
+def test_a_server_that_gets_the_number_of_one_that_ended_is_running(tmp_path: Path) -> None:
+    launcher = Launcher()
+
+    def started(code: str) -> int:
+        command = [sys.executable, "-c", code]
+        return launcher.ask(op="start", how="exec", command=command, env={}, log=str(tmp_path / "log"))["pid"]
+
+    def returncode(pid: int) -> int | None:
+        return launcher.ask(op="poll", pid=pid)["returncode"]
+
+    first = started("")
+    while returncode(first) is None:
+        time.sleep(0.05)
+    # Numbers come back after 32,768 processes; where the kernel lets us, at once.
+    with contextlib.suppress(OSError):
+        Path("/proc/sys/kernel/ns_last_pid").write_text(str(first - 1))
+    second = started("import time; time.sleep(600)")
+    assert returncode(second) is None
+    launcher.close()
 
 
 def test_the_launcher_tells_how_a_process_ended(tmp_path: Path) -> None:

@@ -151,6 +151,7 @@ def main() -> None:
             pid = os.fork()
             if pid == 0:
                 run_child(request)
+            returncodes.pop(pid, None)  # of an earlier server that had the same number
             started.append(pid)
             answer = {"pid": pid}
         else:
@@ -159,6 +160,8 @@ def main() -> None:
                 done, status = os.waitpid(pid, os.WNOHANG)
                 if done:
                     returncodes[pid] = os.waitstatus_to_exitcode(status)
+                    if not processes_of_session(pid):
+                        started.remove(pid)  # the number may come back as somebody else's session
             answer = {"returncode": returncodes.get(pid)}
         print(json.dumps(answer), file=answers, flush=True)
     for pid in started:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from trainer_client.bench.parts import Settings
 
 PAYLOAD = ("pack", "wire", "install")
-AHEAD = ("install.process", "install.compare")
-"""Work of an install that the server does in ``prepare`` already: vLLM's processing, and the comparison."""
+AHEAD = ("install.fill", "install.process", "install.compare")
+"""Work of an install that the server does in ``prepare`` already: filling with vLLM's loader, its processing, and the comparison."""
 PLANNING_S = 600.0
 WINDOW = Path(__file__).parents[2] / "benchmarks" / "window.py"
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 PAYLOAD = ("pack", "wire", "install")
 AHEAD = ("install.fill", "install.process", "install.compare")
-"""Work of an install that the server does in ``prepare`` already: filling with vLLM's loader, its processing, and the comparison."""
+"""Work of an install that ``prepare`` has done before: vLLM's loading and processing, and the comparison."""
 PLANNING_S = 600.0
 WINDOW = Path(__file__).parents[2] / "benchmarks" / "window.py"
 

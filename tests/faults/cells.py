@@ -73,13 +73,24 @@ class Cell:
 @dataclass(frozen=True)
 class Expected:
     """``push``: how the push may end for the trainer (``killed``, ``ok``, codes of errors). ``server``: how the server
-    stands then. ``blocked``: the next push is refused with ``lease_held`` while the victim stands. ``others``: how
-    servers that are no victims stand. The next push always succeeds in the end, after a restart where the server died.
+    stands then. ``blocked``: the next push is refused with ``lease_held`` while the victim stands. ``otherwise``: other
+    ends of the push that are as right, and how the server stands after each. Servers that are no victims serve what is
+    new. The next push always succeeds in the end, after a restart where the server died.
     """
 
     push: tuple[str, ...]
     server: str
     blocked: bool = False
+    otherwise: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """How the push may end."""
+        return (*self.push, *(push for push, _ in self.otherwise))
+
+    def server_after(self, push: str) -> str:
+        """How the server has to stand after a push that ended like this."""
+        return dict(self.otherwise).get(push, self.server)
 
 
 def expected(cell: Cell) -> Expected:
@@ -106,7 +117,10 @@ def _rank(cell: Cell) -> Expected:
     if cell.committed or cell.stage == "written":
         return Expected(OK if cell.stage == "after" else ("ok", "rank_lost"), NEW)
     torn = cell.mode != "shadow"
-    return Expected(("rank_lost",), TORN if torn else OLD, torn and cell.how == "stop")
+    # A streamed update begins with the worker's connection to each rank: one that is gone by then stops nothing.
+    unreached = cell.mode == "streamed" and cell.how == "kill" and not cell.begun
+    otherwise = (("fabric", OLD),) if unreached else ()
+    return Expected(("rank_lost",), TORN if torn else OLD, torn and cell.how == "stop", otherwise)
 
 
 def _part_of_server(cell: Cell) -> Expected:

@@ -24,7 +24,8 @@ def table(cells: Iterable[Cell]) -> str:
         ends = " or ".join(f"`{end}`" if end not in ("ok", "killed") else end for end in wanted.push)
         after = "`lease_held` while the victim stands, then ok" if wanted.blocked else "ok"
         after = "ok after a restart" if wanted.server == "server dead" else after
-        groups.setdefault((f"{cell.how} {cell.victim}", cell.mode, ends, wanted.server, after), []).append(cell)
+        server = "; ".join([wanted.server, *(f"or `{push}`, and {stands}" for push, stands in wanted.otherwise)])
+        groups.setdefault((f"{cell.how} {cell.victim}", cell.mode, ends, server, after), []).append(cell)
     rows: dict[tuple[str, ...], list[str]] = {}
     for (fault, mode, *outcome), alike in groups.items():
         rows.setdefault((fault, _stages(mode, [cell.stage for cell in alike]), *outcome), []).append(mode)

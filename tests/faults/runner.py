@@ -33,8 +33,8 @@ LEASE_S = 2.0
 RANK_TIMEOUT_S = 4.0
 START_S = 500.0
 REACH_S = 120.0
-END_S = 60.0
-"""By when the push has ended for its trainer, once the fault has struck."""
+END_S = 150.0
+"""By when the push has ended for its trainer, once the fault has struck: its `timeout_s`, and a minute to clear up."""
 SETTLE_S = 30.0
 """By when the server stands as it has to, from then on."""
 NEXT_S = 60.0
@@ -65,9 +65,10 @@ class Row:
     def wrong(self) -> str:
         """What differs from what is expected; empty when nothing does."""
         wanted = expected(self.cell)
+        standing = wanted.server_after(self.push)
         found = [
-            f"push {self.push} ({self.said}), expected {' or '.join(wanted.push)}" * (self.push not in wanted.push),
-            f"{self.server}, expected {wanted.server}" * (self.server != wanted.server),
+            f"push {self.push} ({self.said}), expected {' or '.join(wanted.ends)}" * (self.push not in wanted.ends),
+            f"{self.server}, expected {standing}" * (self.server != standing),
             f"others {self.others}" * any(other != NEW for other in self.others),
             f"next push {'' if self.blocked else 'not '}held up by the victim" * (self.blocked != wanted.blocked),
             f"next push {self.next}" * (self.next != "ok"),
@@ -260,7 +261,7 @@ def _aftermath(
     if not (stands and cell.victim == "trainer"):
         push = ranks[0].outcome(END_S)
     push_s = time.monotonic() - begin
-    server = settled(fleet.victim, names, wanted.server)
+    server = settled(fleet.victim, names, wanted.server_after(push))
     server_s = time.monotonic() - begin
     others = tuple(settled(each, names, NEW) for each in fleet.servers[:-1])
     if server in (OLD, NEW) and world.fresh(old if server == OLD else new, fleet.victim.options) != seen(fleet.victim):

@@ -5,24 +5,19 @@
         trainer.all("load", checkpoint=path)
         pushes = trainer.all("push", servers=[url], mode="shadow", times=3)[0]
 
-Each request is a line of JSON with the name of a function of `Rank` and its arguments, and so is each answer. The model
-is an FSDP2 module of transformers, sharded layer by layer over all ranks.
+A request names a method of `Rank` and its arguments (`trainer_client.bench.ranks`). The model is an FSDP2 module of
+transformers, sharded layer by layer over all ranks.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import select
 import statistics
-import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -33,6 +28,7 @@ import torch.distributed as dist
 import gpu_measure as measure
 from gpu_servers import TOKEN, python_path
 from trainer_client import WeightClient
+from trainer_client.bench.ranks import Place, Ranks
 
 
 class Rank:
@@ -154,63 +150,29 @@ class Rank:
 
 def main() -> None:
     """Answer requests until the pipe is closed."""
-    rank, size, port, requests, answers = map(int, sys.argv[1:6])
-    device = sys.argv[6]
+    place = Place.of_arguments()
     torch.set_num_threads(1)
-    if device != "cpu":
-        torch.cuda.set_device(device)
-        torch.zeros(1, device=device)  # or a device mesh takes the device of the rank's number
-    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-    made = Rank(rank, device)
-    with os.fdopen(requests) as lines, os.fdopen(answers, "w") as out:
-        print(json.dumps({"result": os.getpid()}), file=out, flush=True)
-        for line in lines:
-            request = json.loads(line)
-            try:
-                answer = {"result": getattr(made, request["do"])(**request["arguments"])}
-            except Exception as error:  # noqa: BLE001 - whoever asked has to learn it
-                answer = {"error": f"rank {rank}: {str(error)[:1500]}\n{traceback.format_exc(limit=-3)}"}
-            print(json.dumps(answer), file=out, flush=True)
+    if place.device != "cpu":
+        torch.cuda.set_device(place.device)
+        torch.zeros(1, device=place.device)  # or a device mesh takes the device of the rank's number
+    backend = "gloo" if place.device == "cpu" else "cpu:gloo,cuda:nccl"
+    meeting = f"tcp://127.0.0.1:{place.port}"
+    dist.init_process_group(backend, init_method=meeting, rank=place.rank, world_size=place.world)
+    made = Rank(place.rank, place.device)
+    place.serve(made)
     made.drop()
     os._exit(0)  # process groups may be broken by now, and their end would wait
 
 
-class RankFailed(Exception):
-    """A rank could not do what it was asked, or died; the message says why."""
-
-
-class Trainer:
-    """All ranks of one trainer, one per device; they end with the context."""
+class Trainer(Ranks):
+    """All ranks of one trainer, one per device; they end with the context. Errors: RankLost."""
 
     def __init__(self, devices: list[str], log: Path, *, own_first: bool = False) -> None:
         """``own_first``: each rank sees its own GPU as number 0, and the others behind it."""
-        port = measure.free_port()
         self.devices = devices
         self._own_first = own_first
-        self._log = log
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._requests: list[IO[str]] = []
-        self._answers: list[IO[str]] = []
-        environment = os.environ | {
-            "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo",
-        }  # fmt: skip
-        with log.open("a") as out:
-            for rank, device in enumerate(devices):
-                theirs_in, ours_out = os.pipe()
-                ours_in, theirs_out = os.pipe()
-                numbers = map(str, (rank, len(devices), port, theirs_in, theirs_out))
-                seen = {}
-                if own_first and device != "cpu":
-                    seen = {"CUDA_VISIBLE_DEVICES": ",".join(one[5:] for one in self._order(rank))}
-                self._processes.append(subprocess.Popen(
-                    [sys.executable, str(Path(__file__)), *numbers, self.seen_by(rank, device)],
-                    pass_fds=[theirs_in, theirs_out], env=environment | seen, stdin=subprocess.DEVNULL, stdout=out,
-                    stderr=out))  # fmt: skip
-                os.close(theirs_in)
-                os.close(theirs_out)
-                self._requests.append(os.fdopen(ours_out, "w"))
-                self._answers.append(os.fdopen(ours_in))
+        seen = [self.seen_by(rank, device) for rank, device in enumerate(devices)]
+        super().__init__([str(Path(__file__))], seen, log, self._environment)
 
     def seen_by(self, rank: int, device: str) -> str:
         """What a rank calls a device."""
@@ -218,61 +180,15 @@ class Trainer:
             return device
         return f"cuda:{self._order(rank).index(device)}"
 
+    def _environment(self, rank: int) -> dict[str, str]:
+        found = {"PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "1"}
+        if self._own_first and self.devices[rank] != "cpu":
+            found["CUDA_VISIBLE_DEVICES"] = ",".join(one[5:] for one in self._order(rank))
+        return found
+
     def _order(self, rank: int) -> list[str]:
         every = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
         return [self.devices[rank], *(device for device in every if device != self.devices[rank])]
-
-    def wait(self) -> None:
-        """Until all ranks are there. Errors: RankFailed."""
-        self._take(180)
-
-    def all(self, do: str, timeout_s: float = 240, **arguments: Any) -> list[Any]:
-        """What each rank answers. Errors: RankFailed."""
-        return self.each(do, [arguments] * len(self.devices), timeout_s)
-
-    def each(self, do: str, arguments: list[dict[str, Any]], timeout_s: float = 240) -> list[Any]:
-        """The same with arguments of its own for each rank."""
-        for requests, given in zip(self._requests, arguments, strict=True):
-            print(json.dumps({"do": do, "arguments": given}), file=requests, flush=True)
-        return self._take(timeout_s)
-
-    def _take(self, timeout_s: float) -> list[Any]:
-        deadline = time.monotonic() + timeout_s
-        found, errors = [], []
-        for rank, answers in enumerate(self._answers):
-            if not select.select([answers], [], [], max(0.1, deadline - time.monotonic()))[0]:
-                raise RankFailed(f"rank {rank} does not answer\n{self._end_of_log()}")
-            line = answers.readline()
-            if not line:
-                raise RankFailed(f"rank {rank} ended with {self._processes[rank].wait(10)}\n{self._end_of_log()}")
-            answer = json.loads(line)
-            found.append(answer.get("result"))
-            errors += [answer["error"]] if "error" in answer else []
-        if errors:
-            raise RankFailed(errors[0])
-        return found
-
-    def _end_of_log(self) -> str:
-        return "\n".join(self._log.read_text(errors="replace").splitlines()[-12:])
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End all ranks."""
-        for requests in self._requests:
-            requests.close()
-        for process in self._processes:
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(10)
 
 
 def median_of(pushes: list[dict[str, Any]], stage: str) -> float:

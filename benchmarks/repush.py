@@ -4,8 +4,8 @@
     python benchmarks/repush.py tensors   # 40,000 tensors in 40,000 pieces of memory: many small experts
     python benchmarks/repush.py sharded   # 2 ranks (FSDP2) with 620 DTensors each, to a server of tensor parallel 2
 
-``control`` is the whole push but for pack, wire and install; ``process``, a part of prepare, is vLLM's own processing
-of weights after loading and the comparison with what serves: work of the install too, done ahead of it. ``rest`` is
+``control`` is the whole push but for pack, wire and install; ``process``, a part of prepare, is vLLM's own loading and
+processing of weights and the comparison with what serves: work of the install too, done ahead of it. ``rest`` is
 what no stage explains, ``cpu`` the processor time of the trainer's process. Each push is measured on an idle server, or
 with ``--busy`` on one that generates for a client; the table has the median, the least and the most of each stage: on a
 machine that is shared, the least is what the work takes. ``--profile`` prints where rank 0 spends the time of a push.
@@ -40,7 +40,7 @@ from trainer_client import WeightClient
 from trainer_client.report import STAGES
 
 PAYLOAD = ("pack", "wire", "install", "process")
-PREPARED = ("process", "compare")
+PREPARED = ("fill", "process", "compare")
 """What the server calls the work of an install that it does ahead of it."""
 
 

@@ -30,8 +30,9 @@ from vllm_nixl_plugin.twin import engine_context
 from vllm_nixl_plugin.wire import Mode
 
 SLICE_NBYTES = 64 << 20
-_MOST_UNITS = 64
-_END = object()
+_MOST_MODULES = 64
+_LOOK, _WORK = 1, 16
+"""What a unit counts for: one that only looks at a module, and one that fills or processes it."""
 
 
 @dataclass(slots=True)
@@ -65,8 +66,10 @@ class Preparation:
 
         Errors: NeedsRestart, and whatever vLLM raises.
         """
-        for count, _ in enumerate(self._units, 1):
-            if count >= self._per_slice and not whole:
+        left = self._per_slice
+        for spent in self._units:
+            left -= spent
+            if left <= 0 and not whole:
                 return False
         self.done = True
         return True
@@ -84,17 +87,18 @@ class Preparation:
             self._filled.pop().twin.restore()
 
     def _slice(self) -> int:
-        """Units in a slice, from numbers that all ranks have in common. Ranks differ in the bytes of their modules."""
+        """What the units of a slice count for together, from numbers that all ranks have in common: ranks differ in the
+        bytes of their modules."""
         modules = sum(len(paths) for paths in self._paths)
         ranks: int = self._worker.vllm_config.parallel_config.world_size
         per_module = max(self.held.offered_nbytes // max(modules, 1) // ranks, 1)
-        return min(max(SLICE_NBYTES // per_module, 1), _MOST_UNITS)
+        return _WORK * min(max(SLICE_NBYTES // per_module, 1), _MOST_MODULES)
 
-    def _all(self) -> Generator[None, None, None]:
+    def _all(self) -> Generator[int, None, None]:
         for part, paths in zip(self.held.parts, self._paths, strict=True):
             yield from self._part(part, paths)
 
-    def _part(self, part: Part, paths: set[str]) -> Iterator[None]:
+    def _part(self, part: Part, paths: set[str]) -> Iterator[int]:
         record = part.model.record
         captured = self._binder.device().type == "cuda" and not self._worker.vllm_config.model_config.enforce_eager
         engines = set() if captured else graph.memory_held(getattr(self._worker, "model_runner", None))
@@ -114,17 +118,17 @@ class Preparation:
                     self.live.served.append(part.model.live_storage(place.destination))
                     self.live.shadows.append(self._binder.shadow(place.key))
 
-    def _timed(self, stage: str, units: Iterator[None]) -> Iterator[None]:
+    def _timed(self, stage: str, units: Iterator[int]) -> Iterator[int]:
         """The same units; their seconds, without what lies between slices, are added to a stage."""
         while True:
             start = time.perf_counter()
-            unit = next(units, _END)
+            spent = next(units, None)
             self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
-            if unit is _END:
+            if spent is None:
                 return
-            yield
+            yield spent
 
-    def _fill_and_process(self, part: Part, paths: set[str]) -> Iterator[None]:
+    def _fill_and_process(self, part: Part, paths: set[str]) -> Iterator[int]:
         """What belongs together is filled before any of it is processed: a module may read its neighbours. Groups come
         one after the other, so that the memory of one serves for the next; a partial plan has none, and is one."""
         twin = part.model.twin
@@ -138,41 +142,42 @@ class Preparation:
         if not part.groups:
             yield from self._group(part, filling, sorted(paths), part.plan.fallback)
 
-    def _group(self, part: Part, filling: Filling, paths: Sequence[str], weights: Sequence[str]) -> Iterator[None]:
+    def _group(self, part: Part, filling: Filling, paths: Sequence[str], weights: Sequence[str]) -> Iterator[int]:
         filled = set[int]()
         yield from self._timed("fill", self._fill(filling, paths, filled))
         yield from self._timed("process", self._process(part, set(paths), weights))
         part.model.twin.drop_unused(paths, filled)
 
-    def _fill(self, filling: Filling, paths: Sequence[str], filled: set[int]) -> Iterator[None]:
+    def _fill(self, filling: Filling, paths: Sequence[str], filled: set[int]) -> Iterator[int]:
         for path in paths:
             filled |= filling.fill(path)
-            yield
+            yield _WORK
         if self.held.partial:
-            yield from filling.fill_rest()
+            for _ in filling.fill_rest():
+                yield _WORK
 
-    def _process(self, part: Part, paths: set[str], weights: Sequence[str]) -> Iterator[None]:
+    def _process(self, part: Part, paths: set[str], weights: Sequence[str]) -> Iterator[int]:
         twin, config = part.model.twin, part.model.record.model_config
         if weights:
             with engine_context(twin.config, config):
                 twin.load_weights(whole_weights(part, self._binder, weights))
-            yield
+            yield _WORK
         steps = twin.processing(paths)
         while True:
             with engine_context(twin.config, config):
-                if next(steps, _END) is _END:
+                if next(steps, self) is self:
                     return
-            yield
+            yield _WORK
 
-    def _look(self, pairing: Pairing, modules: dict[str, nn.Module]) -> Iterator[None]:
+    def _look(self, pairing: Pairing, modules: dict[str, nn.Module]) -> Iterator[int]:
         """What forwards have derived so far. Later ones may derive more: those modules are looked at once more."""
         for path, module in modules.items():
             self._looks.append((pairing, path, module, graph.Look(module)))
             pairing.derived_late(path, module)
-            yield
+            yield _LOOK
 
-    def _compare(self, part: Part, pairing: Pairing, paths: set[str]) -> Iterator[None]:
+    def _compare(self, part: Part, pairing: Pairing, paths: set[str]) -> Iterator[int]:
         served = part.model.record.served()
         for path in sorted(paths & set(served)):
             pairing.module(path, served[path], part.model.twin.modules[path])
-            yield
+            yield _LOOK

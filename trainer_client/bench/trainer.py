@@ -1,37 +1,25 @@
-"""The ranks of a trainer, each a process that does what it is asked, and the pipes to them.
+"""A trainer with random weights: what one rank of it does, and all ranks as processes (`ranks`).
 
     with Trainer(shape, ["cpu"], token, log) as trainer:
         trainer.all("push", servers=[...], mode="shadow")
 
-A request is a line of JSON with the name of a method of `Rank` and its arguments, and so is its answer. Each rank holds
-random weights, with several ranks its rows of each. Started by `parts` and `growth`.
+With several ranks, each holds its rows of every weight. Started by `parts`, `overhead` and `growth`.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import os
-import select
-import subprocess
-import sys
 import time
-import traceback
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any, Self
 
+from trainer_client.bench.ranks import ANSWER_S, Place, Ranks
 from trainer_client.bench.servers import Served
 from trainer_client.bench.shapes import Shape, random_weights
 from trainer_client.bench.ways import Broadcast, RawWrite, save_and_reload
-from trainer_client.fresh import free_port
-from vllm_nixl_plugin.errors import RankLost
-
-START_S = 180.0
-ANSWER_S = 600.0
 
 
 class Rank:
@@ -106,123 +94,51 @@ class Rank:
         self._clients, self._weights = {}, {}
 
 
-class Trainer:
-    """All ranks of a trainer, one per device; they end with the context. Errors: RankLost, with what a rank said."""
+class Trainer(Ranks):
+    """All ranks, with weights of a shape. Errors: RankLost."""
 
     def __init__(self, shape: Shape, devices: Sequence[str], token: str, log: Path) -> None:
         self.shape = shape
-        self.pids: list[int] = []
-        self._devices, self._token, self._log = list(devices), token, log
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._requests: list[IO[str]] = []
-        self._answers: list[IO[str]] = []
-
-    def all(self, do: str, **arguments: Any) -> list[Any]:
-        """What each rank answers; servers may be given as they are."""
-        for name, value in arguments.items():
-            if isinstance(value, Served):
-                arguments[name] = asdict(value)
-            elif name == "servers":
-                arguments[name] = [asdict(server) for server in value]
-        for rank, requests in enumerate(self._requests):
-            try:
-                print(json.dumps({"do": do, "arguments": arguments}), file=requests, flush=True)
-            except BrokenPipeError:
-                raise self._lost(rank, "has ended") from None
-        return self._take(ANSWER_S)
-
-    def first(self, do: str, **arguments: Any) -> Any:
-        """What rank 0 answers; all are asked."""
-        return self.all(do, **arguments)[0]
+        program = ["-m", "trainer_client.bench.trainer"]
+        super().__init__(program, devices, log, lambda rank: {"PUSH_WEIGHTS_TOKEN": token})
 
     def __enter__(self) -> Self:
-        port = free_port()
-        environment = os.environ | {
-            "PUSH_WEIGHTS_TOKEN": self._token, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
-        }  # fmt: skip
-        with self._log.open("ab") as log:
-            for rank, device in enumerate(self._devices):
-                theirs_in, ours_out = os.pipe()
-                ours_in, theirs_out = os.pipe()
-                numbers = map(str, (rank, len(self._devices), port, theirs_in, theirs_out))
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "trainer_client.bench.trainer", *numbers, device], env=environment,
-                    pass_fds=[theirs_in, theirs_out], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                )  # fmt: skip
-                os.close(theirs_in)
-                os.close(theirs_out)
-                self._processes.append(process)
-                self._requests.append(os.fdopen(ours_out, "w"))
-                self._answers.append(os.fdopen(ours_in))
         try:
-            self.pids = self._take(START_S)
+            self.wait()
             self.all("make", shape=self.shape.name, layers=self.shape.layers, values=self.shape.values)
         except BaseException:
             self.close()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
+    def each(self, do: str, arguments: Sequence[Mapping[str, Any]], timeout_s: float = ANSWER_S) -> list[Any]:
+        """What each rank answers; servers may be given as they are."""
+        return super().each(do, [{name: _as_json(value) for name, value in a.items()} for a in arguments], timeout_s)
 
-    def close(self) -> None:
-        """End all ranks."""
-        for requests in self._requests:
-            with suppress(BrokenPipeError):
-                requests.close()
-        for process in self._processes:
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(20)
-        for answers in self._answers:
-            answers.close()
+    def first(self, do: str, **arguments: Any) -> Any:
+        """What rank 0 answers; all are asked."""
+        return self.all(do, **arguments)[0]
 
-    def _take(self, timeout_s: float) -> list[Any]:
-        deadline = time.monotonic() + timeout_s
-        found = []
-        for rank, answers in enumerate(self._answers):
-            if not select.select([answers], [], [], max(0.1, deadline - time.monotonic()))[0]:
-                raise self._lost(rank, f"did not answer within {timeout_s:.0f} s")
-            line = answers.readline()
-            if not line:
-                raise self._lost(rank, "has ended")
-            found.append(json.loads(line))
-        for rank, answer in enumerate(found):
-            if "error" in answer:
-                raise self._lost(rank, answer["error"])
-        return [answer["result"] for answer in found]
 
-    def _lost(self, rank: int, what: str) -> RankLost:
-        tail = "\n".join(self._log.read_text("utf-8", errors="replace").splitlines()[-12:])
-        return RankLost(f"rank {rank} of the trainer {what}; the end of its output:\n{tail}", rank=rank)
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Served):
+        return asdict(value)
+    return [_as_json(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def main() -> None:
     """A rank: answer requests until the pipe is closed."""
     import torch
 
-    rank, world, port, requests, answers = map(int, sys.argv[1:6])
-    device = sys.argv[6]
+    place = Place.of_arguments()
     torch.set_num_threads(1)
-    if device.startswith("cuda"):
-        torch.cuda.set_device(device)
-    if world > 1:
-        torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    made = Rank(rank, world, device)
-    with os.fdopen(requests) as lines, os.fdopen(answers, "w") as out:
-        print(json.dumps({"result": os.getpid()}), file=out, flush=True)
-        for line in lines:
-            request = json.loads(line)
-            try:
-                answer = {"result": getattr(made, request["do"])(**request["arguments"])}
-            except Exception as error:  # noqa: BLE001 - whoever asked has to learn it
-                answer = {"error": f"failed: {error}"}
-                traceback.print_exc()
-            print(json.dumps(answer), file=out, flush=True)
+    if place.device.startswith("cuda"):
+        torch.cuda.set_device(place.device)
+    if place.world > 1:
+        meeting = f"tcp://127.0.0.1:{place.port}"
+        torch.distributed.init_process_group("gloo", init_method=meeting, rank=place.rank, world_size=place.world)
+    made = Rank(place.rank, place.world, place.device)
+    place.serve(made)
     made.close()
     os._exit(0)  # process groups may be broken by now, and their end would wait
 
